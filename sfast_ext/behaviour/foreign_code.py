@@ -136,8 +136,8 @@ PLAIN = (bool, int, float, str)
 _MAX_DEPTH = 3
 # packages with replacements of PyTorch's attention
 _ATTENTIONS = frozenset({"torch", "xformers", "flash_attn", "sageattention", "diffusers"})
-COMMON = frozenset({"torch", "typing_extensions", *sys.stdlib_module_names})
-"""Packages that any code may use, for a decorator say."""
+COMMON = frozenset({"torch", "typing_extensions", "sfast_ext", *sys.stdlib_module_names})
+"""Packages that any code may use, for a decorator say, and this one: what it keeps is no behaviour of a forward."""
 
 
 def layers(function: Any) -> Iterator[FunctionType]:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from sfast_ext import Config, accelerate
+from sfast_ext.behaviour import surroundings
+from sfast_ext.behaviour.fingerprint import MECHANICS, Reader
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +104,40 @@ def test_it_is_no_matter(place, what):
     assert not status["reasons"] and status["last_error"] is None, status
     assert acc.report.counter("captures") == 2 and acc.report.counter("eager_runs") >= 6
     acc.release()
+
+
+def accelerates(make):
+    """As scripts have it that accelerate each model as it is made."""
+
+    def init(self):
+        make(self)
+        self.accelerated = accelerate(self, Config(allow_cpu=True))
+
+    return init
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        lambda net: setattr(net, "__init__", accelerates(net.__init__)),
+        lambda net: setattr(net, "again", accelerates(net.__init__)),
+        lambda net: setattr(net, "again", staticmethod(lambda: accelerate)),
+        lambda net: setattr(net, "kind", type(accelerate(net().eval(), Config(allow_cpu=True)))),
+    ],
+    ids=["its constructor", "a method", "a lambda", "the accelerator's class"],
+)
+def test_the_code_of_this_package_is_not_followed(patch):
+    _, scope = made()
+    patch(scope.Net)
+    net = scope.Net().eval()
+    net.names = "again", "kind", net.__init__
+    followed = [f for f in read_functions(net) if f.__module__.partition(".")[0] == "sfast_ext"]
+    assert not followed, [f.__qualname__ for f in followed][:5]
+
+
+def read_functions(net):
+    """The functions that a reading of a model follows."""
+    reader = Reader(MECHANICS, net)
+    reader.surroundings(surroundings.look(), net)
+    reader.read_all(net)
+    return [f for f in (*reader.functions.values(), *reader.values.functions.values()) if hasattr(f, "__code__")]
