@@ -5,11 +5,21 @@
 //   b (K, 8): rows 2 pair, 2 pair + 1, then the same 8 rows on; column `row`
 //   d (16, 8): d[0], d[1] in row `row`, d[2], d[3] in row `row` + 8; columns 2 pair, 2 pair + 1
 //
-// So the accumulators of two neighbouring tiles, rounded, are the operand a of the next product.
+// So the accumulators of two neighbouring tiles, rounded, are the operand a of the next product. In 8 bits, four neighbours
+// take the place of two, and K is twice as long.
 //
-// Compile-time parameter: TYPE, kFloat16 or kBFloat16 (elements.h); the latter from 8.0 on.
+// Compile-time parameters: TYPE, kFloat16 or kBFloat16 (elements.h), operands of the latter from 8.0 on; TURING, whether
+// it is 7.5, without cp.async and with smaller products of 8 bits (a test may say so).
 
 #include "elements.h"
+
+#ifndef TURING
+#if defined(SFAST_CPU) || __CUDA_ARCH__ >= 800
+#define TURING 0
+#else
+#define TURING 1
+#endif
+#endif
 
 #ifdef SFAST_CPU
 #include "mma_cpu.h"
@@ -65,6 +75,18 @@ __device__ __forceinline__ unsigned halves_product(unsigned x, unsigned y) {
   return z;
 }
 #endif
+
+// d += a b in int32, of 16 rows with K = 32 (8.0 and later), and of 8 rows with K = 16.
+__device__ __forceinline__ void mma_of_16(int (&d)[4], const unsigned (&a)[4], unsigned b, unsigned next) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(next));
+}
+__device__ __forceinline__ void mma_of_8(int& d, int& next, unsigned a, unsigned b) {
+  asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+      : "+r"(d), "+r"(next)
+      : "r"(a), "r"(b));
+}
 
 __device__ __forceinline__ unsigned smem_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
@@ -131,3 +153,15 @@ __device__ __forceinline__ float exp_2(float x) {
   return y;
 }
 #endif
+
+// d += a b in int32, of operands in 8 bits, with K = 32.
+__device__ __forceinline__ void mma(int (&d)[4], const unsigned (&a)[4], unsigned b, unsigned next) {
+#if TURING
+  mma_of_8(d[0], d[1], a[0], b);
+  mma_of_8(d[2], d[3], a[1], b);
+  mma_of_8(d[0], d[1], a[2], next);
+  mma_of_8(d[2], d[3], a[3], next);
+#else
+  mma_of_16(d, a, b, next);
+#endif
+}

@@ -35,6 +35,23 @@ void product(float (&d)[4], float (*value)(unsigned short)) {
   barrier_wait(IN_WARP);
 }
 
+// Of operands in 8 bits: byte k % 16 of a row is in lane k % 16 / 4 of those that hold the row.
+inline int byte_of(unsigned word, int i) { return (signed char)(word >> 8 * (i % 4)); }
+
+template <int Rows>
+void product8(int* const (&d)[Rows / 4]) {
+  barrier_wait(IN_WARP);
+  const unsigned warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
+  for (int i = 0; i < Rows / 4; ++i) {
+    const unsigned of_row = warp + lane / 4 * 4, of_column = warp + (lane % 4 * 2 + i % 2) * 4;
+    for (int k = 0; k < 2 * Rows; ++k) {
+      const int left = byte_of(words[of_row + k % 16 / 4][i / 2 + k / 16 * 2], k);
+      *d[i] += left * byte_of(words[of_column + k % 16 / 4][4 + k / 16], k);
+    }
+  }
+  barrier_wait(IN_WARP);
+}
+
 template <int Count>
 void matrices(unsigned (&to)[Count], const void* row, bool transposed) {
   rows[threadIdx.x] = row;
@@ -72,6 +89,19 @@ inline void mma_halves(unsigned (&d)[2], const unsigned (&a)[4], unsigned b, uns
   to_floats<TYPE>(d[1], sum[2], sum[3]);
   mma(sum, a, b, next);
   for (int i = 0; i < 2; ++i) d[i] = pair_of<TYPE>(sum[2 * i], sum[2 * i + 1]);
+}
+
+inline void mma_of_16(int (&d)[4], const unsigned (&a)[4], unsigned b, unsigned next) {
+  unsigned* const mine = cpu::words[threadIdx.x];
+  std::memcpy(mine, a, sizeof a);
+  mine[4] = b, mine[5] = next;
+  cpu::product8<16>({&d[0], &d[1], &d[2], &d[3]});
+}
+
+inline void mma_of_8(int& d, int& next, unsigned a, unsigned b) {
+  unsigned* const mine = cpu::words[threadIdx.x];
+  mine[0] = a, mine[4] = b;
+  cpu::product8<8>({&d, &next});
 }
 
 inline unsigned halves_product(unsigned x, unsigned y) {

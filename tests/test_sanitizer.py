@@ -42,7 +42,7 @@ def test_each_kernel_is_watched() -> None:
 def test_each_file_of_kernels_is_run() -> None:
     found = runner.files()
     assert {"conv/test_conv2d.py", "linear/test_mma_gemm.py"} <= set(found) and len(found) > 15
-    assert runner.files("mma_gemm") == ["linear/test_mma_gemm.py"]
+    assert runner.files("mma_gemm") == ["eight_bits/test_mma_gemm8.py", "linear/test_mma_gemm.py"]
 
 
 def test_without_the_sanitizer_it_says_where_it_comes_from(monkeypatch, capsys) -> None:

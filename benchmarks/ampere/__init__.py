@@ -1,1 +1,1 @@
-"""The kernels for tensor cores of Ampere and later, beside those that NVIDIA's libraries have for Ampere."""
+"""The kernels for tensor cores of Ampere and later, next to those that NVIDIA's libraries have for Ampere."""

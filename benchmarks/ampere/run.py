@@ -1,8 +1,9 @@
-"""Times `mma_gemm` beside every kernel for Ampere that cuBLASLt and cuDNN have for the same product or convolution, and
-`mma_attention` beside PyTorch's attentions.
+"""Times `mma_gemm` next to every kernel for Ampere that cuBLASLt and cuDNN have for the same product or convolution,
+`mma_gemm8` next to `mma_gemm`, and `mma_attention` next to PyTorch's attentions.
 
     python -m benchmarks.ampere --json benchmarks/results/ampere-h200.json
     python -m benchmarks.ampere --page benchmarks/results/ampere-h200.json    # writes the tables of docs/kernels.md
+    python -m benchmarks.ampere --only int8 --json benchmarks/results/ampere-int8-h200.json
 
 On Hopper both libraries choose kernels with Hopper's instructions, which no GeForce has. Their kernels for Ampere run
 there too: algorithms are launched under the profiler, which tells the kernel's name, and those for Ampere are timed.
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import marks
-from benchmarks.ampere import attention, cublaslt
+from benchmarks.ampere import attention, cublaslt, eight_bits
 from benchmarks.ampere.cudnn_plans import Convolution
 from benchmarks.ampere.turns import SLEEP, Call, in_turns
 from benchmarks.kernels.cases import GATED_LINEARS, LINEARS
@@ -190,21 +191,21 @@ def write(found: dict[str, Any], page: Path = PAGE) -> None:
         ValueError: the page lacks them.
     """
     head = f"{found['gpu']}, torch {found['torch']}, CUDA {found['cuda']}, cuDNN {found['cudnn']}, {found['commit']}."
-    of_attention = [row for row in found["rows"] if row["what"] == attention.WHAT]
-    of_products = [row for row in found["rows"] if row["what"] != attention.WHAT]
+    of_products = [row for row in found["rows"] if row["what"] not in (attention.WHAT, eight_bits.WHAT)]
     text = page.read_text(encoding="utf-8")
     if of_products:
         text = marks.replaced(text, BEGIN, END, "\n".join([head, "", *products_table(of_products)]))
-    if of_attention:
-        table = "\n".join([head, "", *attention.table(of_attention)])
-        text = marks.replaced(text, attention.BEGIN, attention.END, table)
+    for each in (attention, eight_bits):
+        if of_it := [row for row in found["rows"] if row["what"] == each.WHAT]:
+            text = marks.replaced(text, each.BEGIN, each.END, "\n".join([head, "", *each.table(of_it)]))
     page.write_text(text, encoding="utf-8")
 
 
 def main(given: list[str] | None = None) -> int:
     """Measure and write JSON, or write the table from such a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("linear", "convolution", attention.WHAT), help="a part of it")
+    parts = "linear", "convolution", attention.WHAT, eight_bits.WHAT
+    parser.add_argument("--only", choices=parts, help="a part of it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the rows go, after each of them")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the tables of docs/kernels.md from this")
     args = parser.parse_args(given)
@@ -220,6 +221,8 @@ def main(given: list[str] | None = None) -> int:
         + [functools.partial(linear, *shape, geglu=True) for shape in GATED_LINEARS],
         "convolution": [functools.partial(convolution, *shape) for shape in CONVOLUTIONS],
         attention.WHAT: [functools.partial(attention.row, *shape) for shape in attention.SHAPES],
+        eight_bits.WHAT: [functools.partial(eight_bits.row, *shape, geglu=False) for shape in LINEARS]
+        + [functools.partial(eight_bits.row, *shape, geglu=True) for shape in GATED_LINEARS],
     }
     found: dict[str, Any] = {**machine.describe(), "rows": []}
     with ways.passing_for((8, 0)):

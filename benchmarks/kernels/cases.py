@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext import kernels
+from benchmarks.kernels import eight_bits
+from benchmarks.kernels.case import Case, Operands
+from benchmarks.kernels.case import case as _case
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.conv import conv2d, narrow_conv
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.kernels.linear import linear_accumulate, linear_layer_norm
 
-KERNELS = kernels.registered()
 NORM_ROWS = [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
 # (channels, height): batch 2; the last three are SDXL's
 IMAGES = [
@@ -67,47 +68,6 @@ CONVOLUTIONS += [(2, 640, 48, 48, 640), (2, 1280, 24, 24, 1280), (2, 1280, 12, 1
 NORMED_CONVOLUTIONS = [(2, 320, 64, 64, 320), (2, 320, 128, 128, 320), (2, 640, 64, 64, 640), (2, 1280, 32, 32, 1280)]
 NORMED_CONVOLUTIONS += [(2, 640, 128, 128, 320), (2, 320, 96, 96, 320)]
 NARROW_CONVOLUTIONS = [(2, c, size, size, k) for size in (64, 128) for c, k in ((4, 320), (320, 4))]
-
-
-@dataclass
-class Case:
-    """One kernel at one shape; both calls return a tensor or a tuple of them."""
-
-    kernel: str
-    shape: str
-    ours: Callable[[], Any]
-    torch: Callable[[], Any]
-    target: Callable[[], Any]
-    """The reference, on the same operands in float64."""
-    bytes: int
-    """What must be read and written once."""
-    composition: tuple[Callable[..., Any], list[Any], dict[str, Any]] | None = None
-    """What torch.compile is given: a function and its arguments. None where another case is given the same."""
-
-
-def _case(kernel: str, shape: str, composition: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Case:
-    record = KERNELS[kernel]
-    tensors = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
-    out = record.reference(*args, **kwargs)
-    outputs = out if isinstance(out, tuple) else (out,)
-
-    def target() -> Any:
-        wide = {name: _wide(value) for name, value in kwargs.items() if name != "out_dtype"}
-        return record.reference(*map(_wide, args), **wide)
-
-    return Case(
-        kernel,
-        shape,
-        lambda: record(*args, **kwargs),
-        lambda: composition(*args, **kwargs),
-        target,
-        sum(t.numel() * t.element_size() for t in (*tensors, *outputs)),
-        (composition, args, kwargs),
-    )
-
-
-def _wide(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) else value
 
 
 def _torch_group_norm(
@@ -251,23 +211,6 @@ def _with_records(shape: str, operands: list[Any], depth: int) -> Case:
     given = [*operands, None, torch.zeros(count, dtype=torch.int64, device=operands[3].device)]
     case = _case("linear_layer_norm", shape, _torch_linear_add_norm, operands, {})
     return replace(case, ours=lambda: linear_layer_norm.launch(*given))
-
-
-class Operands:
-    """Random tensors."""
-
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
-        self.dtype, self.device = dtype, device
-
-    def randn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device, dtype=self.dtype)
-
-    def image(self, channels: int, size: int) -> Tensor:
-        return self.randn(2, channels, size, size).to(memory_format=torch.channels_last)
-
-    def filters(self, columns: int, channels: int) -> Tensor:
-        weight = self.randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
-        return weight.to(memory_format=torch.channels_last)
 
 
 Cases = Callable[[Operands], Iterator[Case]]
@@ -460,3 +403,13 @@ def _query_attention(o: Operands) -> Iterator[Case]:
         k, v = o.randn(images, keys, 2 * columns).unflatten(-1, (2, heads, size)).transpose(1, 3).unbind(2)
         shape = f"{images}x{rows}x{columns}x{keys}"
         yield _case("query_attention", shape, _torch_query_attention, [x, weight, k, v], {})
+
+
+@_of("linear8")
+def _linear8(o: Operands) -> Iterator[Case]:
+    return eight_bits.linears(LINEARS, o)
+
+
+@_of("geglu8")
+def _geglu8(o: Operands) -> Iterator[Case]:
+    return eight_bits.gated_linears(GATED_LINEARS, o)

@@ -4,6 +4,7 @@ its results share memory."""
 from __future__ import annotations
 
 import hashlib
+import inspect
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -71,10 +72,19 @@ def _base(node: fx.Node) -> fx.Node | None:
         return sources[0] if isinstance(sources[0].target, torch._ops.OpOverload) else None
     kernel = registry.of(node.target)
     if kernel is not None and kernel.writes is not None:
-        return node.args[kernel.writes]  # type: ignore[return-value]
+        return _written(kernel, node)
     schema = getattr(node.target, "_schema", None)
     views = schema is not None and any(result.alias_info is not None for result in schema.returns)
     return sources[0] if views or getattr(node.target, "__name__", "").startswith("reshape") else None
+
+
+def _written(kernel: registry.Kernel[..., Any], node: fx.Node) -> fx.Node | None:
+    """The argument whose memory the result takes; None if it is not given."""
+    place = kernel.writes
+    assert place is not None
+    name = list(inspect.signature(kernel.function).parameters)[place]
+    found = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+    return found if isinstance(found, fx.Node) else None
 
 
 def _bytes(val: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.ampere import attention, cublaslt, run
+from benchmarks.ampere import attention, cublaslt, eight_bits, run
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,34 @@ def test_attention_has_its_own_table_and_leaves_the_other_alone(tmp_path):
     assert "| 8×64×64×40 | 6.0 | 8.0 | none | 4.0 | 0.75 |" in text
     assert "| 8×64×64×40 | 3.0 | none | none | none |  |" in text
     assert "products" in text and "old" not in text and text.count("NVIDIA X") == 1
+
+
+def test_8_bits_have_their_own_table(tmp_path):
+    page = tmp_path / "kernels.md"
+    page.write_text(f"{run.BEGIN}\nproducts\n{run.END}\n{eight_bits.BEGIN}\nold\n{eight_bits.END}\n", encoding="utf-8")
+    half, int8 = {"mma 128x160": 9.0, "mma 64x80": 8.0}, {"mma 128x160": 4.0, "mma 128x80": 5.0}
+    row = {"what": "int8", "operation": "linear and GEGLU", "shape": "8×8×64", "half_us": half, "int8_us": int8}
+    row |= {"errors": {"half": 2e-4, "int8": 9e-3}}
+    run.write({**HEAD, "rows": [row]}, page)
+    text = page.read_text(encoding="utf-8")
+    assert "| linear and GEGLU | 8×8×64 | 8.0 | 4.0 | 2.00 | 128x160 | 2.0e-04 | 9.0e-03 |" in text
+    assert "products" in text and "old" not in text and text.count("NVIDIA X") == 1
+
+
+def test_rows_are_quantised_to_half_of_a_step():
+    x = torch.randn(5, 64)
+    q, scale = eight_bits.quantised(x)
+    assert q.dtype == torch.int8 and int(q.abs().amax(-1).min()) == 127
+    assert bool(((q * scale[:, None] - x).abs() <= 0.5001 * scale[:, None]).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("geglu", [False, True])
+def test_products_in_8_bits_agree_with_float32(geglu):
+    with run.ways.passing_for((8, 0)):
+        found = eight_bits.row(96, 160, 128, geglu)
+    assert len(found["half_us"]) == len(found["int8_us"]) == 2 and min(found["int8_us"].values()) > 0
+    assert 1e-4 < found["errors"]["half"] < 1e-3 < found["errors"]["int8"] < 3e-2
 
 
 @pytest.mark.gpu

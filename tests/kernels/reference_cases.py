@@ -132,6 +132,22 @@ def _linear_geglu(device: torch.device) -> tuple[Any, ...]:
     return (randn(256, 64, dtype=HALF, device=device), _matrix(device, 320, 64), *_vectors(device, 1, 320))
 
 
+def _eight_bits(device: torch.device, columns: int) -> tuple[Tensor, ...]:
+    x, weight = (torch.randint(-127, 128, (size, 64), dtype=torch.int8, device=device) for size in (70, columns))
+    scales = (torch.rand(size, device=device) / 64 for size in (70, columns))
+    return x, next(scales), weight, next(scales), *_vectors(device, 1, columns)
+
+
+@_of("linear8")
+def _linear8(device: torch.device) -> tuple[Any, ...]:
+    return *_eight_bits(device, 168), randn(70, 168, dtype=HALF, device=device)
+
+
+@_of("geglu8")
+def _geglu8(device: torch.device) -> tuple[Any, ...]:
+    return _eight_bits(device, 320)
+
+
 @_of("linear_layer_norm")
 def _linear_layer_norm(device: torch.device) -> tuple[Any, ...]:
     x, residual = randn(256, 64, dtype=HALF, device=device), randn(256, 320, dtype=HALF, device=device)

@@ -198,6 +198,7 @@ class Choices:
         clock: the milliseconds of a call.
         may_time: whether times can be taken now: not while a CUDA graph is captured.
         memory: of a device, keeps choices.
+        own: the name of what runs a shape that was not measured.
     """
 
     def __init__(
@@ -206,8 +207,9 @@ class Choices:
         clock: Callable[[Run], float] | None = None,
         may_time: Callable[[], bool] | None = None,
         memory: Callable[[torch.device], Memory] = memory_of,
+        own: str = OWN,
     ) -> None:
-        self._what = what
+        self._what, self._own = what, own
         self._clock = clock or _milliseconds
         self._may_time = may_time or _outside_of_captures
         self._memory = memory
@@ -219,7 +221,7 @@ class Choices:
         key: str,
         own: Run,
         others: Mapping[str, Run],
-        expected: str = OWN,
+        expected: str | None = None,
         sure: bool = False,
         trials: Mapping[str, Run] | None = None,
     ) -> Tensor:
@@ -228,13 +230,14 @@ class Choices:
         `others` are part of the question: once a library is imported that was not, shapes are measured anew.
 
         Args:
-            expected: the name of the one that is expected to be the fastest, `OWN` or one of `others`.
+            expected: the name of the one that is expected to be the fastest, by default `own`, or one of `others`.
             sure: that is known on such a card; only a thorough budget measures.
-            trials: what is measured in the place of all of them, by name, `OWN` included: needed if one may not run
-                twice, as it overwrites an operand.
+            trials: what is measured in the place of all of them, by name, that of `own` included: needed if one may not
+                run twice, as it overwrites an operand.
         """
         place = device, f"{key} of {', '.join(sorted(others))}"
-        name = self._chosen.get(place) or self._find(*place, trials or {OWN: own, **others}, expected, sure)
+        ways = trials or {self._own: own, **others}
+        name = self._chosen.get(place) or self._find(*place, ways, expected or self._own, sure)
         other = others.get(name)
         if other is None:
             return own()
@@ -244,7 +247,7 @@ class Choices:
             raise
         except Exception:
             logger.debug("%s by %s raised and is put aside for %s", self._what, name, key, exc_info=True)
-            self._chosen[place] = OWN
+            self._chosen[place] = self._own
             return own()
 
     def _find(self, device: torch.device, key: str, ways: Mapping[str, Run], expected: str, sure: bool) -> str:
@@ -266,8 +269,8 @@ class Choices:
             raise
         except Exception:  # what it was to measure says itself what is wrong with it
             logger.debug("%s is not measured", self._what, exc_info=True)
-            self._chosen[device, key] = OWN
-            return OWN
+            self._chosen[device, key] = self._own
+            return self._own
         if budget.left is not None:
             budget.left -= time.perf_counter() - began
         budget.measured += 1
@@ -276,20 +279,21 @@ class Choices:
         return choice.name
 
     def _quickest(self, ways: Mapping[str, Run]) -> Choice:
-        expected = ways[OWN]()
-        taken = {OWN: self._clock(ways[OWN])}
+        expected = ways[self._own]()
+        taken = {self._own: self._clock(ways[self._own])}
         for name, other in ways.items():
-            if name == OWN:
+            if name == self._own:
                 continue
             try:
                 if _alike(other(), expected):
                     taken[name] = self._clock(other)
                 else:
-                    logger.debug("%s by %s is put aside: its result is not PyTorch's", self._what, name)
+                    logger.debug("%s by %s is put aside: its result is another", self._what, name)
             except Exception as exc:
                 logger.debug("%s by %s is put aside: %s", self._what, name, exc)
         best = min(taken, key=lambda name: taken[name])
-        return Choice(best if taken[best] < MARGIN * taken[OWN] else OWN, {n: round(ms, 4) for n, ms in taken.items()})
+        chosen = best if taken[best] < MARGIN * taken[self._own] else self._own
+        return Choice(chosen, {n: round(ms, 4) for n, ms in taken.items()})
 
 
 def _alike(result: Tensor, expected: Tensor) -> bool:

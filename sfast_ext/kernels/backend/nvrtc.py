@@ -178,6 +178,7 @@ class Source:
             waits and so is launched without PDL. By default `pdl_wait` is its first statement.
         hopper: whether it runs on Hopper alone.
         only: compute capabilities that it is for; None for all.
+        since: the first compute capability that it is for; None for all.
     """
 
     def __init__(
@@ -190,9 +191,10 @@ class Source:
         *,
         hopper: bool = False,
         only: Collection[tuple[int, int]] | None = None,
+        since: tuple[int, int] | None = None,
     ) -> None:
         self.name, self.prepare, self.arg_names = name, prepare, arg_names
-        self.reads_before_wait, self.hopper, self.only = reads_before_wait, hopper, only
+        self.reads_before_wait, self.hopper, self.only, self.since = reads_before_wait, hopper, only, since
         self.variants: Variants = variants or (lambda constants: ())
         self.kept = True  # whether the cache took the last compiled kernel
         self._functions: dict[Any, Any] = {}
@@ -205,6 +207,8 @@ class Source:
         if device.type != "cuda" or (self.hopper and not triton_runtime.hopper(device)):
             return False
         if self.only is not None and triton_runtime.capability(device) not in self.only:
+            return False
+        if self.since is not None and triton_runtime.capability(device) < self.since:
             return False
         found = bindings()
         there = found.nvrtc is not None and found.driver is not None

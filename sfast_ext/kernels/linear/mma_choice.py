@@ -51,7 +51,7 @@ class MmaChoice:
         runs, trials = ways, None
         if residual is not None:
             runs = {name: functools.partial(way, residual=residual) for name, way in ways.items()}
-            trials = {name: _repeatable(way, residual) for name, way in ways.items()}
+            trials = {name: repeatable(way, residual) for name, way in ways.items()}
         if is_dry_run():
             return [run() for run in runs.values()][-1]
         own = runs.pop(OWN)
@@ -59,7 +59,7 @@ class MmaChoice:
         return chooser.run(device, key, own, runs, expected, trials=trials)
 
 
-def _repeatable(way: Callable[..., Tensor], residual: Tensor) -> Run:
+def repeatable(way: Callable[..., Tensor], residual: Tensor) -> Run:
     """A way that may run repeatedly: the first time onto a copy, which stays the caller's, then always onto another."""
     copies: list[Tensor] = []
 

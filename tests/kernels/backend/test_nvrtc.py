@@ -215,6 +215,7 @@ COMPILED = {
     "linear_geglu": test_linear_geglu_compiles,
     "linear_layer_norm": test_linear_layer_norm_compiles,
     "mma_gemm": "tests/kernels/linear/test_mma_gemm.py",
+    "mma_gemm8": "tests/kernels/eight_bits/test_mma_gemm8.py",
     "mma_attention": "tests/kernels/attention/test_mma_attention_compiles.py",
     "query_attention": test_query_attention_compiles,
 }

@@ -54,7 +54,7 @@ def each_tile(tiles: list[tuple[tuple[int, int], int]]) -> pytest.MarkDecorator:
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> mma_tiles.Tile:
     """A product has this one of a card's tiles. Turing has no cp.async: there registers hold what is loaded."""
     capability, number = request.param
-    constants, held = mma_gemm.constants, {"HELD": 1} if capability == TURING else {}
+    constants, held = mma_gemm.constants, {"TURING": 1} if capability == TURING else {}
 
     def only(rows, weight, epilogue=mma_gemm.NOTHING, half_sums=False):
         # in half precision A100 adds up no faster, and has no such tiles

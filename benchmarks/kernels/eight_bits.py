@@ -1,0 +1,53 @@
+"""The kernels for 8-bit integers, with the PyTorch operations of the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.kernels.case import Case, Operands, case
+
+Shape = tuple[int, int, int]
+
+
+def linears(shapes: Iterable[Shape], o: Operands) -> Iterator[Case]:
+    """Linear layers onto a residual, of rows, columns and inner dimension."""
+    for rows, columns, inner in shapes:
+        tensors = [*quantised(rows, columns, inner, o.device), o.randn(columns), o.randn(rows, columns)]
+        yield case("linear8", f"{rows}x{columns}x{inner}", _torch_linear8, tensors, {"dtype": o.dtype})
+
+
+def gated_linears(shapes: Iterable[Shape], o: Operands) -> Iterator[Case]:
+    """Linear layers with GEGLU, of rows, columns of the result and inner dimension."""
+    for rows, columns, inner in shapes:
+        tensors = [*quantised(rows, 2 * columns, inner, o.device), o.randn(2 * columns)]
+        yield case("geglu8", f"{rows}x{columns}x{inner}", _torch_geglu8, tensors, {"dtype": o.dtype})
+
+
+def quantised(rows: int, columns: int, inner: int, device: str) -> list[Tensor]:
+    """Activations and a weight, each followed by its scales; the product is about as large as a normal distribution."""
+    sizes = (rows, inner), (columns, inner)
+    x, weight = (torch.randint(-127, 128, size, dtype=torch.int8, device=device) for size in sizes)
+    x_scale, weight_scale = (torch.rand(size, device=device) + 0.5 for size in (rows, columns))
+    # 5400: the mean square of such integers
+    return [x, x_scale, weight, weight_scale / (5400 * inner**0.5)]
+
+
+def _torch_linear8(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, residual: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return (_scaled(x, x_scale, weight, weight_scale) + bias + residual).to(dtype)
+
+
+def _torch_geglu8(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, dtype: torch.dtype
+) -> Tensor:
+    value, gate = (_scaled(x, x_scale, weight, weight_scale) + bias).chunk(2, -1)
+    return (value * F.gelu(gate)).to(dtype)
+
+
+def _scaled(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    return torch._int_mm(x, weight.t()) * x_scale[:, None] * weight_scale

@@ -1,0 +1,354 @@
+// out (M, N) = a (M, K) b (N, K)^T with what follows it, by mma.sync, after CUTLASS's multistage GEMM: what mma_gemm.cu
+// and mma_gemm8.cu share. After mma.h.
+//
+// A block has DOWN by ACROSS warps, each of which computes 16 HIGH rows and WIDTH / ACROSS columns. Each stage of
+// shared memory holds 64 bytes of each row of a and b: 32 of K in half precision, 64 in 8 bits. A fragment of an
+// operand has the same bytes in both, in the same lanes. The order of the four 16 bytes of a row changes with every
+// second row, so that neither ldmatrix nor the copies meet a bank twice. With SLICES = 2 there are twice as many warps
+// and twice as much of K in a stage: each half of the warps computes the products of its 64 bytes, and the sums are
+// added up at the end (CUTLASS's sliced K). So a block may have more warps, or each of them larger parts, if a
+// multiprocessor has a single one.
+//
+// Compile-time parameters: TYPE, of the result, kFloat16 or kBFloat16; INT8, whether operands are in 8 bits and sums
+// in int32, else operands are of TYPE and sums in float32; DOWN; ACROSS; HIGH; WIDTH, a multiple of 8 ACROSS; STAGES,
+// 2 or more; RESIDENT, blocks of a multiprocessor; SLICES, 1, or 2 if HIGH is even; CONV, whether a is an image (N, H,
+// W, C) that stands for the matrix of its 3x3 patches, with padding 1; HALF_SUMS, in float16, for cards on which such
+// sums take half the time (GeForce): the products of a slice's stage are added up in float16, of a / 16 so that they
+// may be large, and the stages in float32; EPILOGUE:
+//
+//   0  nothing else
+//   1  a residual is added, (M, N), which `out` may overwrite
+//   2  GEGLU: of 2 N columns the first N are values, the others gates (GATE_FIRST: the other way around); TANH as in
+//      gelu.h. Eight values and eight gates lie next to each other in shared memory, so that one thread has both.
+
+#include "gelu.h"
+
+typedef Stored<TYPE>::Bits Element;
+#if INT8
+typedef signed char Operand;
+typedef int Sum;
+#else
+typedef Element Operand;
+typedef float Sum;
+#endif
+typedef Pack<TYPE, 8> Eight;
+struct alignas(16) Four {
+  Sum of[4];
+};
+
+constexpr int kSliceThreads = 32 * DOWN * ACROSS, kThreads = SLICES * kSliceThreads;
+constexpr int kBytes = sizeof(Operand), kChunk = 16 / kBytes, kChunks = 4, kDepth = kChunks * kChunk;
+constexpr int kWarpRows = 16 * HIGH, kRows = kWarpRows * DOWN, kColumns = WIDTH / ACROSS;
+constexpr bool kResidual = EPILOGUE == 1, kGeglu = EPILOGUE == 2;
+constexpr int kTiles = kColumns / 8, kLoads = kSliceThreads / kChunks;  // rows that a slice's threads load at once
+constexpr int kOutTiles = kGeglu ? kTiles / 2 : kTiles, kOutColumns = kOutTiles * 8, kOutPitch = kOutColumns + 8;
+constexpr int kStep = kGeglu ? 2 : 1, kValues = kGeglu && GATE_FIRST, kGates = kGeglu && !GATE_FIRST;  // tiles of 8
+constexpr int kSlice = (kRows + WIDTH) * kDepth, kStage = SLICES * kSlice, kStepDepth = SLICES * kDepth;
+constexpr int kOutHigh = HIGH / SLICES, kOutRows = 16 * kOutHigh;  // of the result that a warp stores
+static_assert(kColumns % 8 == 0 && HIGH <= kTiles && kRows % kLoads == 0 && kLoads % 8 == 0);
+static_assert((SLICES == 1 || SLICES == 2) && HIGH % SLICES == 0 && (!kGeglu || kTiles % 2 == 0));
+static_assert(!HALF_SUMS || (TYPE == kFloat16 && !INT8));
+
+// An image, and the sizes of a convolution's result: the image has `stride` times as many rows and columns (rounded up).
+struct Image {
+  int channels, result_height, result_width, height, width, stride;
+};
+
+// Where a thread is in its block, and what its warp computes.
+struct Place {
+  int slice, warp, lane, down, across, first_row, first_column;
+  unsigned of_slice;  // unsigned: a division costs no register
+};
+__device__ __forceinline__ Place own_place() {
+  Place own;
+  own.slice = SLICES == 1 ? 0 : threadIdx.x / kSliceThreads;
+  own.of_slice = threadIdx.x - own.slice * kSliceThreads;
+  own.warp = own.of_slice / 32, own.lane = threadIdx.x % 32;
+  own.down = own.warp / ACROSS, own.across = own.warp % ACROSS;
+  own.first_row = blockIdx.y * kRows, own.first_column = blockIdx.x * kOutColumns * ACROSS;
+  return own;
+}
+
+// Where 16 bytes of a row are in shared memory, in operands from the row's beginning.
+__device__ __forceinline__ int place(int row, int chunk) { return (chunk ^ row / 2 % kChunks) * kChunk; }
+
+// sum += a b^T, of this thread's warp. depth: of a row, in operands; it, or channels of an image, is a multiple of
+// kStepDepth.
+__device__ __forceinline__ void multiply(Sum (&sum)[HIGH][kTiles][4], Operand* shared, const Place& own,
+                                         const Operand* __restrict__ a, const Operand* __restrict__ b, int rows,
+                                         int columns, int depth, const Image& image) {
+  // what this thread loads: a chunk of every kLoads-th row, of its slice
+  const int chunk = threadIdx.x % kChunks, row = own.of_slice / kChunks;
+  const int in_depth = own.slice * kDepth + chunk * kChunk;
+  constexpr int kOfA = kRows / kLoads, kOfB = (WIDTH + kLoads - 1) / kLoads;
+  unsigned from_a[kOfA];               // bytes from the beginning of a, of a convolution's middle tap
+  unsigned taps[(kOfA + 2) / 3] = {};  // CONV: which of the nine are inside, of three rows each
+#pragma unroll
+  for (int i = 0; i < kOfA; ++i) {
+    // rows and columns behind the last one are loaded from it, and not stored
+    const int at = min(own.first_row + i * kLoads + row, rows - 1);
+    if (CONV) {
+      const int width = image.result_width, height = image.result_height;
+      const int y = at / width % height * image.stride, x = at % width * image.stride, number = at / width / height;
+      from_a[i] = (((number * image.height + y) * image.width + x) * image.channels + in_depth) * kBytes;
+      unsigned of_row = 0, all = 0;
+#pragma unroll
+      for (int t = 0; t < 3; ++t) of_row |= (unsigned)((unsigned)(x + t - 1) < (unsigned)image.width) << t;
+#pragma unroll
+      for (int t = 0; t < 3; ++t) all |= (unsigned)(y + t - 1) < (unsigned)image.height ? of_row << 3 * t : 0;
+      taps[i / 3] |= all << 9 * (i % 3);
+    } else {
+      from_a[i] = (at * depth + in_depth) * kBytes;
+    }
+  }
+  unsigned from_b[kOfB];
+#pragma unroll
+  for (int i = 0; i < kOfB; ++i) {
+    const int at = i * kLoads + row, of_value = kGeglu ? at / 16 * 8 + at % 8 : at;
+    const int column = min(own.first_column + of_value, columns - 1);
+    from_b[i] = ((column + (kGeglu && at / 8 % 2 ? columns : 0)) * depth + in_depth) * kBytes;
+  }
+
+  // of what is loaded next
+  int tap = 0, channel = 0;
+  const char* next_a = reinterpret_cast<const char*>(CONV ? a - (long long)(image.width + 1) * image.channels : a);
+  const char* next_b = reinterpret_cast<const char*>(b);
+#if TURING
+  Eight held[kOfA + kOfB];
+#endif
+  auto copy = [&](Operand* to, const char* from, bool valid, int number) {
+#if TURING
+    held[number] = Eight();
+    if (valid) held[number] = *reinterpret_cast<const Eight*>(from);
+#else
+    copy_async(to, from, valid);
+#endif
+  };
+  // where this slice is in a stage, and there, what this thread loads
+  const int of_slice = own.slice * kSlice, own_row = of_slice + row * kDepth + place(row, chunk);
+  auto load = [&](int stage) {
+    Operand* const to = shared + stage * kStage + own_row;
+#pragma unroll
+    for (int i = 0; i < kOfA; ++i)
+      copy(to + i * kLoads * kDepth, next_a + from_a[i], CONV ? taps[i / 3] >> tap >> 9 * (i % 3) & 1 : true, i);
+#pragma unroll
+    for (int i = 0; i < kOfB; ++i) {
+      if ((i + 1) * kLoads > WIDTH && i * kLoads + row >= WIDTH) break;
+      copy(to + (kRows + i * kLoads) * kDepth, next_b + from_b[i], true, kOfA + i);
+    }
+    next_a += kStepDepth * kBytes;
+    next_b += kStepDepth * kBytes;
+    if (CONV && (channel += kStepDepth) == image.channels) {
+      channel = 0;
+      if (++tap % 3 == 0) next_a += (long long)(image.width - 3) * image.channels * kBytes;
+    }
+  };
+  auto store = [&](int stage) {
+#if TURING
+    Operand* const to = shared + stage * kStage + own_row;
+#pragma unroll
+    for (int i = 0; i < kOfA; ++i) *reinterpret_cast<Eight*>(to + i * kLoads * kDepth) = held[i];
+#pragma unroll
+    for (int i = 0; i < kOfB; ++i) {
+      if ((i + 1) * kLoads > WIDTH && i * kLoads + row >= WIDTH) break;
+      *reinterpret_cast<Eight*>(to + (kRows + i * kLoads) * kDepth) = held[kOfA + i];
+    }
+#endif
+  };
+
+  const int steps = depth / kStepDepth;
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i) {
+    if (i < steps) load(i), store(i);
+    copy_async_commit();
+  }
+
+  const int lane = own.lane;
+  const int a_row = of_slice + (own.down * kWarpRows + lane % 16) * kDepth, a_chunk = lane / 16;
+  const int b_row = of_slice + (kRows + own.across * kColumns + lane / 16 * 8 + lane % 8) * kDepth, b_chunk = lane / 8 % 2;
+  const int last_b_row = of_slice + (kRows + own.across * kColumns + (kTiles - 1) * 8 + lane % 8) * kDepth;
+  unsigned of_a[2][HIGH][4], of_b[2][kTiles][2];  // the operands of a product, and of the next
+  // A tile of the left operand, and with an even number one or two of the right one.
+  auto load_operands = [&](int number, const Operand* from, int k) {
+    if (number < HIGH) {
+      ldmatrix(of_a[k][number], from + a_row + place(lane, 2 * k + a_chunk) + number * 16 * kDepth);
+#if HALF_SUMS
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of_a[k][number][i] = halves_product(of_a[k][number][i], 0x2c002c00);  // 1 / 16, twice
+#endif
+    }
+    const int at = place(lane, 2 * k + b_chunk);
+    if (number % 2 == 0 && number + 1 < kTiles) {
+      unsigned two[4];
+      ldmatrix(two, from + b_row + at + number * 8 * kDepth);
+      of_b[k][number][0] = two[0], of_b[k][number][1] = two[1];
+      of_b[k][number + 1][0] = two[2], of_b[k][number + 1][1] = two[3];
+    } else if (number + 1 == kTiles && kTiles % 2) {
+      ldmatrix(of_b[k][number], from + last_b_row + at);
+    }
+  };
+
+  copy_async_wait<STAGES - 2>();
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) load_operands(n, shared, 0);
+  int stage = 0;
+  for (int step = 0; step < steps; ++step) {
+#if HALF_SUMS
+    unsigned part[HIGH][kTiles][2] = {};
+#endif
+    const int next = stage + 1 == STAGES ? 0 : stage + 1, before = stage ? stage - 1 : STAGES - 1;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      if (k == 0) {
+        if (step + STAGES - 1 < steps) load(before);
+        copy_async_commit();
+      } else {
+        if (step + STAGES - 1 < steps) store(before);
+        copy_async_wait<STAGES - 2>();
+        __syncthreads();
+      }
+      // behind the last step a stage is loaded that is not used
+      const Operand* const from = shared + (k ? next : stage) * kStage;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        load_operands(n, from, 1 - k);
+#pragma unroll
+        for (int t = 0; t < HIGH; ++t)
+#if HALF_SUMS
+          mma_halves(part[t][n], of_a[k][t], of_b[k][n][0], of_b[k][n][1]);
+#else
+          mma(sum[t][n], of_a[k][t], of_b[k][n][0], of_b[k][n][1]);
+#endif
+      }
+    }
+    stage = next;
+#if HALF_SUMS
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int t = 0; t < HIGH; ++t)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float one, two;
+          to_floats<TYPE>(part[t][n][half], one, two);
+          sum[t][n][2 * half] = fmaf(one, 16.f, sum[t][n][2 * half]);
+          sum[t][n][2 * half + 1] = fmaf(two, 16.f, sum[t][n][2 * half + 1]);
+        }
+#endif
+  }
+
+  copy_async_wait<0>();
+  __syncthreads();
+}
+
+// Each slice stores half of a warp's rows, and gives the other slice its sums of the other half: `sum` begins with those
+// that this thread stores.
+__device__ __forceinline__ void add_slices(Sum (&sum)[HIGH][kTiles][4], void* shared, const Place& own) {
+  if (SLICES == 1) return;
+  Four* const given = static_cast<Four*>(shared);
+  const int other = threadIdx.x + (own.slice ? -kSliceThreads : kSliceThreads);
+#pragma unroll
+  for (int t = 0; t < kOutHigh; ++t)
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      Four four;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four.of[i] = own.slice ? sum[t][n][i] : sum[HIGH - kOutHigh + t][n][i];
+      given[(t * kTiles + n) * kThreads + threadIdx.x] = four;
+    }
+  __syncthreads();
+#pragma unroll
+  for (int t = 0; t < kOutHigh; ++t)
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const Four four = given[(t * kTiles + n) * kThreads + other];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sum[t][n][i] = (own.slice ? sum[HIGH - kOutHigh + t][n][i] : sum[t][n][i]) + four.of[i];
+    }
+  __syncthreads();
+}
+
+// What is multiplied with sums of operands in 8 bits: one factor a row, one a column.
+struct Scales {
+  const float* of_rows;
+  const float* of_columns;
+};
+
+// Two neighbours of a bias, or zeros.
+__device__ __forceinline__ void load_bias(const Element* bias, int column, bool valid, float (&to)[2]) {
+  to[0] = to[1] = 0.f;
+  if (bias && valid) to_floats<TYPE>(*reinterpret_cast<const unsigned*>(bias + column), to[0], to[1]);
+}
+
+// Two neighbours of the factors of columns.
+__device__ __forceinline__ void load_scales(const float* scales, int column, bool valid, float (&to)[2]) {
+  Pack<kFloat32, 2> two = {};
+  if (INT8 && valid) two = *reinterpret_cast<const Pack<kFloat32, 2>*>(scales + column);
+  to[0] = two.of[0], to[1] = two.of[1];
+}
+
+// The product of a sum, with its bias.
+__device__ __forceinline__ float with_bias(Sum sum, float of_row, float of_column, float bias) {
+  return INT8 ? fmaf((float)sum * of_row, of_column, bias) : sum + bias;
+}
+
+// Stores a warp's part of the result, through shared memory, so that whole rows are read and written.
+__device__ __forceinline__ void store(const Sum (&sum)[HIGH][kTiles][4], void* shared, const Place& own, Element* out,
+                                      const Element* __restrict__ bias, const Element* residual, const Scales& scales,
+                                      int rows, int columns) {
+  Element* const staging = static_cast<Element*>(shared) + threadIdx.x / 32 * kOutRows * kOutPitch;
+  const int column = own.first_column + own.across * kOutColumns, lane = own.lane;
+  const int top = own.first_row + own.down * kWarpRows + own.slice * kOutRows;
+  auto each_pack = [&](auto run) {
+    constexpr int kPacks = kOutRows * kOutTiles;
+#pragma unroll 5
+    for (int i = 0; i < (kPacks + 31) / 32; ++i) {
+      const int at = i * 32 + lane, row = at / kOutTiles, tile = at % kOutTiles * 8;
+      if ((kPacks % 32 == 0 || at < kPacks) && top + row < rows && column + tile < columns)
+        run((top + row) * columns + column + tile, reinterpret_cast<Eight*>(staging + row * kOutPitch + tile));
+    }
+  };
+  float of_row[kOutHigh][2] = {};
+#pragma unroll
+  for (int t = 0; t < kOutHigh; ++t)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (INT8) of_row[t][half] = scales.of_rows[min(top + t * 16 + half * 8 + lane / 4, rows - 1)];
+  if (kResidual) {
+    each_pack([&](int at, Eight* staged) { *staged = *reinterpret_cast<const Eight*>(residual + at); });
+    warp_sync();
+  }
+#pragma unroll
+  for (int n = 0; n < kOutTiles; ++n) {
+    const int at = n * 8 + lane % 4 * 2;
+    const bool valid = column + at < columns;
+    const int of_value = column + at + (kGeglu && GATE_FIRST ? columns : 0);
+    const int of_gate = column + at + (GATE_FIRST ? 0 : columns);
+    float value_bias[2], gate_bias[2], value_scale[2], gate_scale[2];
+    load_bias(bias, of_value, valid, value_bias), load_scales(scales.of_columns, of_value, valid, value_scale);
+    if (kGeglu) load_bias(bias, of_gate, valid, gate_bias), load_scales(scales.of_columns, of_gate, valid, gate_scale);
+#pragma unroll
+    for (int t = 0; t < kOutHigh; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        unsigned* const staged = reinterpret_cast<unsigned*>(staging + (t * 16 + half * 8 + lane / 4) * kOutPitch + at);
+        float y[2], more[2] = {0.f, 0.f};
+        if (kResidual) to_floats<TYPE>(*staged, more[0], more[1]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int of = 2 * half + i;
+          const float factor = of_row[t][half];
+          const float value = with_bias(sum[t][kValues + kStep * n][of], factor, value_scale[i], value_bias[i]);
+          if (kGeglu)
+            y[i] = value * gelu(with_bias(sum[t][kGates + kStep * n][of], factor, gate_scale[i], gate_bias[i]));
+          else
+            y[i] = value + more[i];
+        }
+        *staged = pair_of<TYPE>(y[0], y[1]);
+      }
+  }
+  warp_sync();
+  each_pack([&](int at, const Eight* staged) { *reinterpret_cast<Eight*>(out + at) = *staged; });
+}
