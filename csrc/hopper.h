@@ -124,6 +124,23 @@ __device__ __forceinline__ void tma_load_multicast(u32 elected, u32 to, const Te
       : "memory");
 }
 
+// TMA store of a 2D box.
+__device__ __forceinline__ void tma_store(const TensorMap* map, u32 from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
+               "r"(row), "r"(from)
+               : "memory");
+}
+
+// Waits until this thread's TMA stores have read shared memory.
+__device__ __forceinline__ void tma_store_wait() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Loads a tensor map into the cache of the copy engine.
+__device__ __forceinline__ void prefetch(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // wgmma matrix descriptor: rows of 128 bytes with 128-byte swizzle, groups of eight rows contiguous. The layout is one of
 // bytes: 64 values of 16 bits or 128 of 8 bits. An instruction reads 32 bytes of each row.
 __device__ __forceinline__ u64 wgmma_descriptor(u32 at) { return u64(1u << 30 | 64) << 32 | (1 << 16 | at >> 4); }

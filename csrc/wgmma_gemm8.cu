@@ -31,18 +31,6 @@ constexpr int kBiases = 4 * WIDTH, kVectors = 6 * WIDTH;  // offset of the bias 
 constexpr int kWarpgroup = 1;                             // named barriers of the consumer warpgroups, 1 and 2
 static_assert(kOut % kChunk == 0 && kBuffer % 1024 == 0 && kPart % 1024 == 0, "swizzles begin at multiples of 1 KB");
 
-// TMA store of a 2D box.
-__device__ __forceinline__ void tma_store(const TensorMap* map, u32 from, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
-               "r"(row), "r"(from)
-               : "memory");
-}
-
-// Waits until this thread's TMA stores have read shared memory.
-__device__ __forceinline__ void tma_store_wait() {
-  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
 // Bulk copy to shared memory; addresses and bytes are multiples of 16.
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -111,6 +99,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
     if (warp == 8) {
       const u32 elected = elect_one();
       u32 stage = 0, parity = 1;
+      if (elected) {
+        prefetch(&x);
+        prefetch(&weight);
+      }
+      __syncwarp();
       pdl_wait();  // the weight too is written in a plan
       for (int tile = blockIdx.x / PAIR; tile < tiles; tile += gridDim.x / PAIR) {
         int row, column;
@@ -139,6 +132,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    if (threadIdx.x == 0) {
+      prefetch(&out);
+      if (EPILOGUE == kResidual) prefetch(&residual);
+    }
+    __syncwarp();
     pdl_wait();
     const int warpgroup = __shfl_sync(~0u, warp >> 2, 0);
     const u32 buffer = base + STAGES * kStageBytes + warpgroup * kBuffer;
