@@ -1,7 +1,8 @@
 // PTX wrappers for Hopper kernels: mbarriers, TMA, wgmma, thread block clusters, programmatic dependent launch (PDL).
 // Names follow CUTLASS and PTX.
 //
-// Compile-time parameters: BF16 (0 is float16); WIDTH, the N of `wgmma`, where that is used.
+// Compile-time parameters: BF16 (0 is float16); WIDTH, the N of `wgmma`, where that is used; KIND, the type of its
+// operands if they have 8 bits: 0 int8 with int32 sums, 1 float8 e4m3 with float32 sums.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -123,7 +124,25 @@ __device__ __forceinline__ void tma_load_multicast(u32 elected, u32 to, const Te
       : "memory");
 }
 
-// wgmma matrix descriptor: rows of 128 bytes with 128-byte swizzle, groups of eight rows contiguous.
+// TMA store of a 2D box.
+__device__ __forceinline__ void tma_store(const TensorMap* map, u32 from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
+               "r"(row), "r"(from)
+               : "memory");
+}
+
+// Waits until this thread's TMA stores have read shared memory.
+__device__ __forceinline__ void tma_store_wait() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Loads a tensor map into the cache of the copy engine.
+__device__ __forceinline__ void prefetch(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// wgmma matrix descriptor: rows of 128 bytes with 128-byte swizzle, groups of eight rows contiguous. The layout is one of
+// bytes: 64 values of 16 bits or 128 of 8 bits. An instruction reads 32 bytes of each row.
 __device__ __forceinline__ u64 wgmma_descriptor(u32 at) { return u64(1u << 30 | 64) << 32 | (1 << 16 | at >> 4); }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -142,8 +161,14 @@ __device__ __forceinline__ void fence_operand(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-template <int M, int N>
-__device__ __forceinline__ void fence_operand(float (&d)[M][N]) {
+template <int N>
+__device__ __forceinline__ void fence_operand(int (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
+
+template <typename T, int M, int N>
+__device__ __forceinline__ void fence_operand(T (&d)[M][N]) {
 #pragma unroll
   for (int i = 0; i < M; ++i) fence_operand(d[i]);
 }
@@ -161,9 +186,25 @@ __device__ __forceinline__ void fence_operand(float (&d)[M][N]) {
 #define R6 R5 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define R7 R6 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define R8 R7 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define EIGHT(i)                                                                                              \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-      "+f"(d[i + 7])
+#ifndef KIND
+typedef float Sum;
+#define REGISTER "+f"
+#define INSTRUCTION "k16.f32." TYPE "." TYPE
+#define IMMEDIATES ", 1, 1, 0, 0"
+#elif KIND == 0
+typedef int Sum;
+#define REGISTER "+r"
+#define INSTRUCTION "k32.s32.s8.s8"
+#define IMMEDIATES ""
+#else
+typedef float Sum;
+#define REGISTER "+f"
+#define INSTRUCTION "k32.f32.e4m3.e4m3"
+#define IMMEDIATES ", 1, 1"
+#endif
+#define EIGHT(i)                                                                                                     \
+  REGISTER(d[i]), REGISTER(d[i + 1]), REGISTER(d[i + 2]), REGISTER(d[i + 3]), REGISTER(d[i + 4]), REGISTER(d[i + 5]), \
+      REGISTER(d[i + 6]), REGISTER(d[i + 7])
 #define SIXTEEN(i) EIGHT(i), EIGHT(i + 8)
 #if WIDTH == 80
 #define NAMES R3
@@ -199,12 +240,12 @@ __device__ __forceinline__ void fence_operand(float (&d)[M][N]) {
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 
-// d (64, WIDTH) += a (64, 16) b (WIDTH, 16)^T, both operands in shared memory; keep = 0 overwrites d.
-__device__ __forceinline__ void wgmma(float (&d)[WIDTH / 2], u64 a, u64 b, int keep) {
+// d (64, WIDTH) += a (64, K) b (WIDTH, K)^T, K being 32 bytes, both operands in shared memory; keep = 0 overwrites d.
+__device__ __forceinline__ void wgmma(Sum (&d)[WIDTH / 2], u64 a, u64 b, int keep) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, " KEEP
                ", 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n" TEXT(WIDTH) "k16.f32." TYPE "." TYPE " {" NAMES "}, " OPERANDS
-                                                               ", p, 1, 1, 0, 0; }"
+               "wgmma.mma_async.sync.aligned.m64n" TEXT(WIDTH) INSTRUCTION " {" NAMES "}, " OPERANDS
+                                                               ", p" IMMEDIATES "; }"
                : SUMS
                : "l"(a), "l"(b), "r"(keep));
 }

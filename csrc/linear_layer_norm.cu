@@ -29,22 +29,6 @@ constexpr int
     kEpilogueUsed = 3,
     kWarpgroup = 4;  // named barriers: the epilogue's vectors are in shared memory; they have been used; of a warpgroup
 
-__device__ __forceinline__ void prefetch(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// TMA store of a 2D box.
-__device__ __forceinline__ void tma_store(const TensorMap* map, u32 from, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
-               "r"(row), "r"(from)
-               : "memory");
-}
-
-// Waits until this thread's TMA stores have read shared memory.
-__device__ __forceinline__ void tma_store_wait() {
-  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
 // A block's statistics of a row. Each value is paired with the launch number in one 64-bit word, so neither is read
 // alone.
 struct Record {

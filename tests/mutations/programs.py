@@ -9,6 +9,7 @@ _NEO = "hosts/adapters/test_forge_memory.py::test_layers_that_forge_moved_off_th
 _PRODUCTS = "passes/test_mma_products.py::"
 _LINEAR = "kernels/linear/test_mma_linear.py::"
 _TILES = "kernels/linear/test_mma_gemm.py::"
+_EIGHT = "kernels/eight_bits/test_wgmma_gemm8.py::"
 
 MUTATIONS = [
     Mutation(
@@ -78,6 +79,41 @@ MUTATIONS = [
         "sums in half precision where they are no faster", "passes/mma_products.py",
         " and mma_gemm.half_sums_profitable(ctx.device)", "",
         (_PRODUCTS + "test_sums_stay_exact_where_halves_are_no_faster",),
+    ),
+    Mutation(
+        "depths of 8 bits that TMA does not take", "kernels/eight_bits/wgmma_gemm8.py",
+        "x.shape[-1] % _ALIGNED or weight.shape[0] %", "weight.shape[0] %",
+        (_EIGHT + "test_sizes_that_it_refuses",),
+    ),
+    Mutation(
+        "memory of 8 bits that TMA does not take", "kernels/eight_bits/wgmma_gemm8.py",
+        "t.is_contiguous() and t.data_ptr() % _ALIGNED == 0", "t.is_contiguous()",
+        (_EIGHT + "test_memory_that_it_refuses",),
+    ),
+    Mutation(
+        "8 bits with a weight that is not contiguous", "kernels/eight_bits/wgmma_gemm8.py",
+        "t.is_contiguous() and t.data_ptr() % _ALIGNED == 0", "t.data_ptr() % _ALIGNED == 0",
+        (_EIGHT + "test_memory_that_it_refuses",),
+    ),
+    Mutation(
+        "scales of 8 bits of another shape", "kernels/eight_bits/wgmma_gemm8.py",
+        "x_scale.shape != x.shape[:-1] or any(", "any(",
+        (_EIGHT + "test_what_it_refuses",),
+    ),
+    Mutation(
+        "results of 8 bits in two dtypes", "kernels/eight_bits/wgmma_gemm8.py",
+        "len(of_result) > 1 or not", "not",
+        (_EIGHT + "test_what_it_refuses",),
+    ),
+    Mutation(
+        "8-bit operands of two types", "kernels/eight_bits/wgmma_gemm8.py",
+        "or weight.dtype != x.dtype or", "or",
+        (_EIGHT + "test_what_it_refuses",),
+    ),
+    Mutation(
+        "a weight of 8 bits that is read early", "kernels/eight_bits/wgmma_gemm8.py",
+        "_NAMES, variants, hopper=True", '_NAMES, variants, ("weight",), hopper=True',
+        (_EIGHT + "test_nothing_is_read_before_the_wait",),
     ),
     Mutation(
         "multiprocessors without work", "kernels/linear/mma_tiles.py",

@@ -38,6 +38,10 @@ Prepare = Callable[..., tuple[list[Any], int, int]]
 tensor maps), threads per block, and bytes of dynamic shared memory."""
 Variants = Callable[[dict[str, int]], Iterable[dict[str, int]]]
 """Maps constants of a launch to those that other image sizes may need, most likely first, the given ones among them."""
+_MAPPED = {
+    torch.float16: cuda_driver.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    torch.bfloat16: cuda_driver.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+}
 # one lock per cache file: two threads compile a kernel once
 _locks: dict[Path, threading.Lock] = {}
 _bound = threading.local()
@@ -153,8 +157,7 @@ def tensor_map(x: Tensor, sizes: list[int], strides: list[int], box: list[int]) 
         box: elements of a box; its rows are 32, 64 or 128 bytes, swizzled over that width in shared memory. What is out
             of bounds is loaded as zeros.
     """
-    bf16 = x.dtype == torch.bfloat16
-    kind = cuda_driver.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bf16 else cuda_driver.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    kind = cuda_driver.CU_TENSOR_MAP_DATA_TYPE_UINT8 if x.element_size() == 1 else _MAPPED[x.dtype]
     swizzle: int = getattr(cuda_driver, f"CU_TENSOR_MAP_SWIZZLE_{box[0] * x.element_size()}B")
 
     def encode(address: int) -> Any:
