@@ -67,14 +67,24 @@ def _base(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not sources:
         return None
     if node.target is operator.getitem:
-        # each result of a kernel has separate memory
+        given = _given_memory(sources[0])
+        if isinstance(given, list | tuple):
+            return given[node.args[1]]  # type: ignore[return-value, index]
+        # else each result of a kernel has separate memory
         return sources[0] if isinstance(sources[0].target, torch._ops.OpOverload) else None
-    kernel = registry.of(node.target)
-    if kernel is not None and kernel.writes is not None:
-        return node.args[kernel.writes]  # type: ignore[return-value]
+    given = _given_memory(node)
+    if given is not None:
+        return given if isinstance(given, fx.Node) else next(iter(given), None)
     schema = getattr(node.target, "_schema", None)
     views = schema is not None and any(result.alias_info is not None for result in schema.returns)
     return sources[0] if views or getattr(node.target, "__name__", "").startswith("reshape") else None
+
+
+def _given_memory(node: fx.Node) -> Any:
+    """The argument of a kernel whose memory its result takes, or the list of those whose memory its results take; else
+    None."""
+    kernel = registry.of(node.target)
+    return None if kernel is None or kernel.writes is None else node.args[kernel.writes]
 
 
 def _bytes(val: Any) -> int:
