@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.kernels import eight_bits
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.conv import conv2d, narrow_conv
@@ -71,7 +73,7 @@ NARROW_CONVOLUTIONS = [(2, c, size, size, k) for size in (64, 128) for c, k in (
 
 @dataclass
 class Case:
-    """One kernel at one shape; both calls return a tensor or a tuple of them."""
+    """One kernel at one shape; both calls return a tensor, or a tuple or list of them."""
 
     kernel: str
     shape: str
@@ -87,9 +89,10 @@ class Case:
 
 def _case(kernel: str, shape: str, composition: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Case:
     record = KERNELS[kernel]
-    tensors = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
+    given = [a if isinstance(a, list) else [a] for a in [*args, *kwargs.values()]]
+    tensors = [a for each in given for a in each if isinstance(a, Tensor)]
     out = record.reference(*args, **kwargs)
-    outputs = out if isinstance(out, tuple) else (out,)
+    outputs = out if isinstance(out, (tuple, list)) else (out,)
 
     def target() -> Any:
         wide = {name: _wide(value) for name, value in kwargs.items() if name != "out_dtype"}
@@ -289,6 +292,10 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
     for kernel, function in CASES.items():
         if kernel in only:
             yield from function(operands)
+
+
+for _name, _function in eight_bits.CASES.items():
+    _of(_name)(functools.partial(_function, case=_case))
 
 
 @_of("layer_norm")

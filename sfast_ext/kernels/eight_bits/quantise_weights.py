@@ -82,15 +82,16 @@ _MAX_COLUMNS = 65535
 
 
 def digest_of_rows(weight: Tensor, group: int = 0) -> Tensor:
-    """The digests of the rows of a weight (N, K) in half precision, int64 (N,), as the kernel computes them."""
+    """The digests of the rows of a weight (N, K), int64 (N,), in half precision as the kernel computes them."""
     rows, columns = weight.shape
-    count = cdiv(columns, 8)
+    bits = weight.contiguous().view(torch.int16)
+    count = cdiv(bits.shape[1], 8)
     words = torch.zeros(rows, 8 * count, dtype=torch.int16, device=weight.device)
-    words[:, :columns] = weight.contiguous().view(torch.int16)
+    words[:, : bits.shape[1]] = bits
     pairs = words.view(torch.int64).view(rows, count, 2)
     place = torch.arange(count, device=weight.device)
     a, b = (pairs[..., i] ^ (_signed(_STARTS[i]) + place * _signed(_KEYS[i])) for i in range(2))
-    seed = _SEED * ((columns << 16 | group) * 2 + cuda_tier.TYPES[weight.dtype])
+    seed = _SEED * ((columns << 16 | group) * 2 + cuda_tier.TYPES.get(weight.dtype, 3))
     found = (a * b ^ _high(a, b)).sum(-1) + _signed(seed)
     return torch.where(found == 0, 1, found)
 
