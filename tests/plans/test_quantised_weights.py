@@ -139,9 +139,9 @@ def test_a_recorded_run_follows_them_too(monkeypatch):
 
 def test_it_takes_no_memory_and_its_results_are_the_banks():
     g = Graph()
-    made, (rows, columns) = sum(4 * 3 * shape[0] for shape in SHAPES[:2]), SHAPES[2]
-    # as the last product is made: results, and the codes as float32; rows are of the arguments
-    assert graph_facts.peak_bytes(g.graph) == made + 4 * 3 * rows + 4 * rows * columns
+    # while the second product is made: two results, and codes as float32; rows are of the arguments
+    (first, _), (rows, columns), _ = SHAPES
+    assert graph_facts.peak_bytes(g.graph) == 4 * 3 * (first + rows) + 4 * rows * columns
     taken = [node for node in g.graph.nodes if node.target is operator.getitem]
     assert [graph_facts._base(node) for node in taken] == g.rows
     assert graph_facts._base(g.node) is g.rows[0]
