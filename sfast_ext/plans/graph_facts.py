@@ -87,6 +87,19 @@ def _given_memory(node: fx.Node) -> Any:
     return None if kernel is None or kernel.writes is None else node.args[kernel.writes]
 
 
+def readonly(graph_module: fx.GraphModule, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of a graph's attributes that no kernel of it writes to."""
+    found: list[fx.Node] = []
+    for node in graph_module.graph.nodes:
+        kernel = registry.of(node.target)
+        if kernel is not None:
+            places = kernel.updates if kernel.writes is None else (kernel.writes, *kernel.updates)
+            fx.node.map_arg([node.args[place] for place in places], found.append)
+    names = [str(node.target) for node in found if node.op == "get_attr"]
+    written = {id(operator.attrgetter(name)(graph_module)) for name in names}
+    return [x for x in tensors if id(x) not in written]
+
+
 def _bytes(val: Any) -> int:
     return val.numel() * val.element_size() if isinstance(val, torch.Tensor) else 0
 

@@ -168,6 +168,14 @@ def test_banks_that_a_graph_makes_live_as_long_as_they_are_read():
     assert graph_facts.peak_bytes(graph) == 256 + 1000 + 1
 
 
+def test_what_it_writes_is_not_read_before_a_kernel_waits():
+    """As with PDL: no kernel reads a bank while it is written."""
+    module = Graph().module()
+    tensors = list(module.buffers())
+    weights = [module.get_buffer(f"weight{i}") for i in range(len(SHAPES))]
+    assert list(map(id, graph_facts.readonly(module, tensors))) == list(map(id, weights))
+
+
 def test_equal_graphs_have_equal_digests():
     first, second, third = Graph().module(), Graph().module(), Graph((0, 2)).module()
     assert graph_facts.digest(first) == graph_facts.digest(second) != graph_facts.digest(third)

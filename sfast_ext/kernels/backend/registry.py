@@ -50,6 +50,7 @@ class Kernel(Generic[Operands, Result]):
         workspace: bytes that the kernel holds while it runs, in addition to its result, for its arguments.
         writes: position of the argument whose memory the result takes, or of a list of those whose memory the results,
             a list as well, take; None if results have separate memory.
+        updates: positions of further arguments, tensors or lists of them, that it writes to.
         flop_reference: a function of the same arguments with the FLOPs of the kernel, if `reference` has more.
         needs_triton: whether the kernel needs Triton, or all of `cuda_sources` in its place.
         portable: whether `cuda_sources` run on any card and are all that the kernel needs.
@@ -65,6 +66,7 @@ class Kernel(Generic[Operands, Result]):
     fallback: Callable[..., Any] | None = None
     workspace: Callable[..., int] | None = None
     writes: int | None = None
+    updates: tuple[int, ...] = ()
     flop_reference: Callable[..., Any] | None = None
     needs_triton: bool = True
     portable: bool = False

@@ -193,7 +193,7 @@ def _accepts_devices(entries: list[_Entry]) -> Iterator[str | None]:
             yield "tensors of several devices, or of a subclass of Tensor"
 
 
-@kernel(reference, fallback=fallback, writes=1, portable=True, cuda_sources=(SOURCE,))
+@kernel(reference, fallback=fallback, writes=1, updates=(2, 3), portable=True, cuda_sources=(SOURCE,))
 def launch(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, groups: Sequence[int]) -> list[Tensor]:
     """`reference`, written over `rows`, in one launch for each 88 weights of a dtype; returns `rows`.
 
