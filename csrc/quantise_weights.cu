@@ -10,7 +10,7 @@
 // else the codes depend on are added, modulo 2^64; 0 becomes 1. `digest_of_rows` of quantise_weights.py does the same.
 //
 // Compile-time parameters: TYPE, that of the weights, float16 or bfloat16 (elements.h); WARPS, of a block; BLOCKS, of a
-// multiprocessor.
+// multiprocessor; LOADS, of a lane at a time.
 
 #include "elements.h"
 #include "quantise.h"
@@ -24,7 +24,6 @@ typedef Pack<TYPE, 8> Access;
 #define START_FIRST 0xa0761d6478bd642full
 #define START_SECOND 0xe7037ed1a0b428dbull
 #define SEED 0x8ebc6af09c88c6e3ull
-#define LOADS 5  // of a lane at a time
 
 // A parameter by value: a CUDA graph keeps it. `first` is the number of the first row of each weight, and of all rows.
 struct Table {
@@ -73,8 +72,7 @@ __device__ __forceinline__ Word digest_of(const Row& row, int group, int lane) {
     load_packs(row, column, packs);
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-      const Word found = digest_of(packs[i], first, second);
-      if (column + 256 * i < row.columns) sum += found;
+      if (column + 256 * i < row.columns) sum += digest_of(packs[i], first, second);
       first += 32 * KEY_FIRST;
       second += 32 * KEY_SECOND;
     }
@@ -97,7 +95,7 @@ __device__ __forceinline__ void values_of(const Row& row, int group, int column,
 }
 
 // Writes the codes of a row, and its scale; all lanes of a warp come here.
-__device__ __noinline__ void quantise(const Row& row, int group, int lane, float* scale) {
+__device__ __noinline__ void quantise(Row row, int group, int lane, float* scale) {
   float values[8];
   unsigned largest = 0;
   for (int start = 0; start < row.columns; start += 256) {

@@ -25,6 +25,8 @@ from sfast_ext.kernels.pointwise import add_layer_norm, layer_norm
 from sfast_ext.tools.lib import machine
 
 SHAPES = [(8192, 320), (8192, 640), (2048, 1280), (8192, 2560), (2048, 5120), (131072, 1280)]
+# warps of a block, blocks of a multiprocessor, loads
+SWEEP = [(8, blocks, loads) for blocks in (3, 4, 5, 6) for loads in (3, 5)] + [(4, 8, 5), (4, 10, 5), (16, 2, 5)]
 _LARGE = 1 << 27  # bytes, of which a graph has few calls
 
 
@@ -98,26 +100,35 @@ def weights(dtype: torch.dtype) -> list[dict[str, Any]]:
 
     row = copy_of(2 * count, shape)
     found = [row, timed("unchanged", shape, 2 * count, lambda: quantise_weights.launch(*given), row["gb_per_s"])]
-    for blocks in (1, 2, 4, 6, 8):
-        if blocks != quantise_weights._BLOCKS:
-            found.append(_with_blocks(blocks, given, 2 * count, row["gb_per_s"]))
     found.append(timed("all changed", shape, 3 * count, changed, row["gb_per_s"]))
     return found
 
 
-def _with_blocks(blocks: int, given: list[Any], size: int, copied: float) -> dict[str, Any]:
-    before = quantise_weights._BLOCKS
-    try:
-        quantise_weights._BLOCKS = blocks
-        return timed(f"unchanged, {blocks} blocks", "", size, lambda: quantise_weights.launch(*given), copied)
-    finally:
-        quantise_weights._BLOCKS = before
+def sweep(dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Other blocks of a multiprocessor, and other loads at a time, for the weights of SDXL."""
+    found = []
+    given = eight_bits.bank(eight_bits.BLOCKS, dtype, "cuda")
+    size = 2 * sum(weight.numel() for weight in given[0])
+    for warps, blocks, loads in SWEEP:
+        values = {"_WARPS": warps, "_BLOCKS": blocks, "_LOADS": loads}
+        before = {name: getattr(quantise_weights, name) for name in values}
+        try:
+            for name, value in values.items():
+                setattr(quantise_weights, name, value)
+            quantise_weights.launch(*given)
+            name = f"{warps} warps, {blocks} blocks"
+            found.append(timed(name, f"{loads} loads", size, lambda: quantise_weights.launch(*given)))
+        finally:
+            for name, value in before.items():
+                setattr(quantise_weights, name, value)
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the rows go, as JSON")
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument("--sweep", action="store_true", help="try other launches of quantise_weights too")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("this needs an NVIDIA GPU", file=sys.stderr)
@@ -127,6 +138,7 @@ def main() -> int:
     print(json.dumps(head))
     dtype = getattr(torch, options.dtype)
     rows = [row for shape in SHAPES for row in activations(*shape, dtype)] + weights(dtype)
+    rows += sweep(dtype) if options.sweep else []
     if options.out is not None:
         records.write(options.out, {**head, "dtype": options.dtype, "rows": rows})
     return 0

@@ -78,6 +78,7 @@ _STARTS = 0xA0761D6478BD642F, 0xE7037ED1A0B428DB
 _SEED = 0x8EBC6AF09C88C6E3
 _WARPS = 8  # of a block
 _BLOCKS = 4  # of a multiprocessor, all of them at once on every card
+_LOADS = 5  # of a lane at a time, by 16 bytes: 1,280 columns
 _MAX_COLUMNS = 65535
 
 
@@ -133,7 +134,7 @@ class _Entry(NamedTuple):
 
 def constants(dtype: torch.dtype) -> dict[str, int]:
     """Compile-time parameters of csrc/quantise_weights.cu."""
-    return {"TYPE": cuda_tier.TYPES[dtype], "WARPS": _WARPS, "BLOCKS": _BLOCKS}
+    return {"TYPE": cuda_tier.TYPES[dtype], "WARPS": _WARPS, "BLOCKS": _BLOCKS, "LOADS": _LOADS}
 
 
 def _prepared(_: Any, entries: Sequence[_Entry], **constants: int) -> tuple[list[Any], int, int]:
