@@ -14,6 +14,8 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
+#define __grid_constant__
 #define __restrict__
 #define __launch_bounds__(...)
 #define __shared__ static
@@ -48,6 +50,10 @@ inline void barrier_wait(State where) {
 }  // namespace cpu
 
 inline void __syncthreads() { cpu::barrier_wait(cpu::IN_BLOCK); }
+
+inline void __syncwarp() { cpu::barrier_wait(cpu::IN_WARP); }
+
+inline void __threadfence() {}
 
 inline void pdl_wait() {}
 
@@ -88,6 +94,12 @@ inline float shuffle_xor(float x, int lanes) {
   const float theirs = cpu::lanes[me ^ (unsigned)lanes];
   cpu::barrier_wait(cpu::IN_WARP);
   return theirs;
+}
+
+inline unsigned shuffle_xor(unsigned x, int lanes) { return bits_of_float(shuffle_xor(float_of_bits(x), lanes)); }
+
+inline unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
+  return (unsigned long long)((unsigned __int128)x * y >> 64);
 }
 
 // by itself, not with an addition behind it

@@ -43,6 +43,9 @@ __device__ __forceinline__ float float_of_bits(unsigned bits) { return __uint_as
 __device__ __forceinline__ unsigned bits_of_float(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ float rounded_product(float x, float y) { return __fmul_rn(x, y); }
 __device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
+__device__ __forceinline__ unsigned shuffle_xor(unsigned x, int lanes) {
+  return __shfl_xor_sync(0xffffffffu, x, lanes);
+}
 #endif
 
 enum { kFloat16, kBFloat16, kFloat32 };

@@ -3,9 +3,9 @@
 python -m benchmarks.compile_table.cuda                    # every NVRTC
 python -m benchmarks.compile_table.cuda --nvrtc 12.1.105   # results of others stay as they are
 
-Constants are those of the launches of whole UNets without Triton. Registers, spills and shared memory are what the
-compiler says. Occupancy follows from them and from the card's limits (CUDA C++ Programming Guide, "Compute
-Capabilities").
+Constants are those of the launches of whole UNets without Triton, and of kernels of 8 bits. Registers, spills and
+shared memory are what the compiler says. Occupancy follows from them and from the card's limits (CUDA C++ Programming
+Guide, "Compute Capabilities").
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
             for case in cases:
                 with mock.patch.object(mma_gemm, "supported", lambda device, dtype: True):
                     calls = launches._calls(case, getattr(torch, dtype), triton=False)
+                calls += launches.of_eight_bits(getattr(torch, dtype))
                 for capability in launches.MULTIPROCESSORS:
                     with launches._card(capability):
                         made = size_prediction.launched(calls, launches._GPU).values()

@@ -14,9 +14,11 @@ import torch
 from torch import fx
 
 from benchmarks.compile_table.compiler import SHARED
+from benchmarks.kernels import quantising
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
 from sfast_ext.kernels.backend import nvrtc, size_prediction, triton_runtime
+from sfast_ext.kernels.eight_bits import add_layer_norm8, layer_norm8, quantise_rows, quantise_weights
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.tools.lib import models
 from sfast_ext.weights.arena import WeightArena
@@ -54,6 +56,25 @@ def collect(cases: Sequence[str], dtype: str) -> dict[str, list[dict[str, Any]]]
 
 def _calls(case: str, dtype: torch.dtype, *, triton: bool = True) -> list[size_prediction.Call]:
     return size_prediction.calls(graph(case, dtype, triton=triton))
+
+
+def of_eight_bits(dtype: torch.dtype) -> list[size_prediction.Call]:
+    """The calls of the kernels that write 8 bits, which plans have on demand, at the shapes of their benchmark."""
+    if dtype == torch.float32:
+        return []
+
+    def shape(*size: int, kind: torch.dtype = dtype) -> size_prediction.Shape:
+        return size_prediction.Shape(size, (*size[1:], 1), kind)
+
+    found: list[tuple[Any, tuple[Any, ...]]] = []
+    for rows, columns, group in quantising.ROWS:
+        found += [(quantise_rows, (shape(rows, columns), each)) for each in (0, group)]
+    for rows, columns in quantising.NORM_ROWS:
+        x, vector = shape(rows, columns), shape(columns)
+        found += [(layer_norm8, (x, vector, vector, 1e-5)), (add_layer_norm8, (x, x, vector, vector, 1e-5))]
+    bank = shape(640, 640, kind=torch.int8), shape(640, kind=torch.float32), shape(640, kind=torch.int64)
+    found.append((quantise_weights, ([shape(640, 640)], *([each] for each in bank), [128])))
+    return [size_prediction.Call(module.launch, args, {}) for module, args in found]
 
 
 def graph(case: str, dtype: torch.dtype, *, triton: bool = True) -> fx.Graph:

@@ -16,7 +16,7 @@ KERNELS = kernels.registered()
 
 @dataclass
 class Case:
-    """One kernel at one shape; both calls return a tensor or a tuple of them."""
+    """One kernel at one shape; both calls return a tensor, or a tuple or list of them."""
 
     kernel: str
     shape: str
@@ -32,9 +32,10 @@ class Case:
 
 def case(kernel: str, shape: str, composition: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Case:
     record = KERNELS[kernel]
-    tensors = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
+    given = [a if isinstance(a, list) else [a] for a in [*args, *kwargs.values()]]
+    tensors = [a for each in given for a in each if isinstance(a, Tensor)]
     out = record.reference(*args, **kwargs)
-    outputs = out if isinstance(out, tuple) else (out,)
+    outputs = out if isinstance(out, (tuple, list)) else (out,)
 
     def target() -> Any:
         wide = {name: _wide(value) for name, value in kwargs.items() if name != "out_dtype"}

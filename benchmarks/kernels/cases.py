@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.kernels import eight_bits
+from benchmarks.kernels import eight_bits, quantising
 from benchmarks.kernels.case import Case, Operands
 from benchmarks.kernels.case import case as _case
 from sfast_ext.kernels.attention import attention
@@ -232,6 +233,10 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
     for kernel, function in CASES.items():
         if kernel in only:
             yield from function(operands)
+
+
+for _name, _function in quantising.CASES.items():
+    _of(_name)(functools.partial(_function, case=_case))
 
 
 @_of("layer_norm")

@@ -54,8 +54,8 @@ SWEEP: list[tuple[Any, tuple[str, ...], list[dict[str, int]]]] = [
 def error(case: Case) -> float:
     """Relative L2 error of the kernel against float64, the worst of its outputs; NaN stays NaN."""
     actual, target = case.ours(), case.target()
-    pairs = zip(actual, target) if isinstance(actual, tuple) else [(actual, target)]
-    return max(((a.double() - t).norm() / t.norm()).item() for a, t in pairs)
+    pairs = zip(actual, target) if isinstance(actual, (tuple, list)) else [(actual, target)]
+    return max(((a.double() - t.double()).norm() / t.double().norm()).item() for a, t in pairs)
 
 
 def graph_of(call: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:

@@ -6,6 +6,7 @@ may change the layout of a value, never its logical content.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -212,6 +213,8 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
 
 def _aliased(target: Any) -> tuple[tuple[int, str], ...] | None:
     """The arguments whose memory a result may share, by position and name; None if that is not known."""
+    if isinstance(target, Kernel) and target.writes is not None:
+        return ((target.writes, list(inspect.signature(target).parameters)[target.writes]),)
     if not isinstance(target, torch._ops.OpOverload) or target in SILENT_ALIAS:
         return None
     schema = target._schema

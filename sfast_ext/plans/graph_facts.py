@@ -68,23 +68,44 @@ def _base(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not sources:
         return None
     if node.target is operator.getitem:
-        # each result of a kernel has separate memory
+        given = _given_memory(sources[0])
+        if isinstance(given, list | tuple):
+            return given[node.args[1]]  # type: ignore[return-value, index]
+        # else each result of a kernel has separate memory
         return sources[0] if isinstance(sources[0].target, torch._ops.OpOverload) else None
-    kernel = registry.of(node.target)
-    if kernel is not None and kernel.writes is not None:
-        return _written(kernel, node)
+    given = _given_memory(node)
+    if given is not None:
+        return given if isinstance(given, fx.Node) else next(iter(given), None)
     schema = getattr(node.target, "_schema", None)
     views = schema is not None and any(result.alias_info is not None for result in schema.returns)
     return sources[0] if views or getattr(node.target, "__name__", "").startswith("reshape") else None
 
 
-def _written(kernel: registry.Kernel[..., Any], node: fx.Node) -> fx.Node | None:
-    """The argument whose memory the result takes; None if it is not given."""
-    place = kernel.writes
-    assert place is not None
-    name = list(inspect.signature(kernel.function).parameters)[place]
-    found = node.args[place] if place < len(node.args) else node.kwargs.get(name)
-    return found if isinstance(found, fx.Node) else None
+def _given_memory(node: fx.Node) -> Any:
+    """The argument of a kernel whose memory its result takes, or the list of those whose memory its results take; None
+    if there is none, or it is not given."""
+    kernel = registry.of(node.target)
+    return None if kernel is None or kernel.writes is None else _argument(node, kernel, kernel.writes)
+
+
+def _argument(node: fx.Node, kernel: registry.Kernel[..., Any], place: int) -> Any:
+    """An argument of a kernel, None if it is not given."""
+    if place < len(node.args):
+        return node.args[place]
+    return node.kwargs.get(list(inspect.signature(kernel.function).parameters)[place])
+
+
+def readonly(graph_module: fx.GraphModule, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of a graph's attributes that no kernel of it writes to."""
+    found: list[fx.Node] = []
+    for node in graph_module.graph.nodes:
+        kernel = registry.of(node.target)
+        if kernel is not None:
+            places = kernel.updates if kernel.writes is None else (kernel.writes, *kernel.updates)
+            fx.node.map_arg([_argument(node, kernel, place) for place in places], found.append)
+    names = [str(node.target) for node in found if node.op == "get_attr"]
+    written = {id(operator.attrgetter(name)(graph_module)) for name in names}
+    return [x for x in tensors if id(x) not in written]
 
 
 def _bytes(val: Any) -> int:

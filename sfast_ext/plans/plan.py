@@ -14,7 +14,7 @@ from sfast_ext.call_signature import Call, Signature, as_tensor
 from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.kernels.backend.pdl import MIN_CAPABILITY, in_pdl_capture, pdl_capture
 from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
-from sfast_ext.plans.graph_facts import View, digest, hand_out, operation_counts, peak_bytes
+from sfast_ext.plans.graph_facts import View, digest, hand_out, operation_counts, peak_bytes, readonly
 from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph, pool_of
 from sfast_ext.plans.input_copies import Copies
 from sfast_ext.plans.payback import Recapture
@@ -295,8 +295,8 @@ class Plan:
     def _run_captured(self) -> list[torch.Tensor]:
         if CAN_UPDATE_GRAPH:
             self._copies.begin()
-        # weights only change between replays
-        with pdl_capture(weight.tensor for weight in self.weights):
+        # these only change between replays
+        with pdl_capture(readonly(self._graph_module, [weight.tensor for weight in self.weights])):
             return self._run_static()
 
     def _warm_up(self, pool: GraphPool, inference: bool) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sfast_ext.kernels.backend import launch_log, nvrtc
-from sfast_ext.kernels.backend.launch_log import CudaLaunch, Entry, TensorMap, TritonLaunch
+from sfast_ext.kernels.backend.launch_log import AddressTable, CudaLaunch, Entry, TensorMap, TritonLaunch
 from sfast_ext.plans.register_machine import Assembler, Interpreter, Machine, Registers, Step, Steps
 
 ALIGNMENT = 16
@@ -259,7 +259,7 @@ class _Launch:
     def __init__(self, launch: CudaLaunch, root: Callable[[Tensor], tuple[int, int]]) -> None:
         self._driver = nvrtc.loaded_driver()
         self._function, self._blocks, self._threads, self._shared = launch[:4]
-        self._addresses: list[tuple[ctypes.c_void_p, int, int]] = []
+        self._addresses: list[tuple[Any, int, int]] = []
         self._maps: list[tuple[int, Callable[[int], Any], dict[int, Any], int, int]] = []
         self._cells: list[Any] = []
         for i, x in enumerate(launch.parameters):
@@ -268,6 +268,9 @@ class _Launch:
                 self._addresses.append((self._cells[-1], *root(x)))
             elif isinstance(x, TensorMap):
                 self._maps.append((i, x.encode, {}, *root(x.tensor)))
+            elif isinstance(x, AddressTable):
+                for place, tensor in x.places.items():
+                    self._addresses.append((ctypes.c_uint64.from_buffer(x.encoded, place), *root(tensor)))
         self._table = (ctypes.c_void_p * len(self._cells))(*map(ctypes.addressof, self._cells))
         self._at = ctypes.addressof(self._table)
 

@@ -64,7 +64,9 @@ def test_attention_on_tensor_cores_is_for_later_cards(dtype, least):
 
 def test_launches_are_those_of_a_plan_without_triton():
     launches = cuda.collect(["tiny-sd15:64x64"], ["float16"])
-    assert {"group_norm_whole", "layer_norm", "geglu", "mma_gemm"} <= {launch.name for launch in launches}
+    names = {launch.name for launch in launches}
+    assert {"group_norm_whole", "layer_norm", "geglu", "mma_gemm"} <= names
+    assert {"quantise_rows", "quantise_weights", "layer_norm8"} <= names
     for launch in launches:
         cards = [card for number, card in cuda.CARDS.items() if cuda.launched_on(launch, number)]
         assert launch.threads % 32 == 0 and launch.shared <= min(card.shared_of_block for card in cards)

@@ -52,6 +52,31 @@ def _add_layer_norm(device: torch.device) -> tuple[Any, ...]:
     return (x, residual, *_vectors(device, 2, 64), 1e-5)
 
 
+@_of("quantise_rows")
+def _quantise_rows(device: torch.device) -> tuple[Any, ...]:
+    return randn(9, 128, dtype=HALF, device=device), 64
+
+
+@_of("quantise_weights")
+def _quantise_weights(device: torch.device) -> tuple[Any, ...]:
+    weights = [_matrix(device, *shape) for shape in ((32, 128), (7, 72), (3, 30))]
+    rows = [torch.full(weight.shape, 99, dtype=torch.int8, device=device) for weight in weights]
+    scales = [torch.full((len(weight),), float("nan"), device=device) for weight in weights]
+    digests = [torch.zeros(len(weight), dtype=torch.int64, device=device) for weight in weights]
+    return weights, rows, scales, digests, [64, 0, 0]
+
+
+@_of("layer_norm8")
+def _layer_norm8(device: torch.device) -> tuple[Any, ...]:
+    return (randn(9, 64, dtype=HALF, device=device), *_vectors(device, 2, 64), 1e-5)
+
+
+@_of("add_layer_norm8")
+def _add_layer_norm8(device: torch.device) -> tuple[Any, ...]:
+    x, residual = (randn(9, 64, dtype=HALF, device=device) for _ in range(2))
+    return (x, residual, *_vectors(device, 2, 64), 1e-5)
+
+
 @_of("bias_add")
 def _bias_add(device: torch.device) -> tuple[Any, ...]:
     return (_image(device, 2, 64, 5, 4), *_vectors(device, 1, 64), _image(device, 2, 64, 5, 4))

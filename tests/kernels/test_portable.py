@@ -13,6 +13,7 @@ from torch import Tensor
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import cuda_tier, health, nvrtc, triton_runtime
 from sfast_ext.kernels.conv import narrow_conv, upsample, upsample_conv2d
+from sfast_ext.kernels.eight_bits import add_layer_norm8, layer_norm8, quantise_rows, quantise_weights
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm, portable
 from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm, timestep_embedding
 
@@ -361,6 +362,12 @@ def test_one_that_does_not_compile_is_named(launched, launches, monkeypatch):
         "layer_norm": lambda: layer_norm.launch(x, None, None, 1e-5),
         "add_layer_norm": lambda: add_layer_norm.launch(x, x, None, None, 1e-5),
         "geglu": lambda: geglu.launch(x),
+        "quantise_rows": lambda: quantise_rows.launch(x.half()),
+        "quantise_weights": lambda: quantise_weights.launch(
+            [torch.ones(2, 8).half()], [torch.ones(2, 8).to(torch.int8)], [torch.ones(2)], [torch.ones(2).long()], [0]
+        ),
+        "layer_norm8": lambda: layer_norm8.launch(x, None, None, 1e-5),
+        "add_layer_norm8": lambda: add_layer_norm8.launch(x, x, None, None, 1e-5),
         "bias_add": lambda: bias_add.launch(x, None, x),
         "upsample": lambda: upsample.launch(x, (4, 4), (0.5, 0.5)),
         "upsample_conv2d": lambda: upsample_conv2d.launch(

@@ -18,8 +18,17 @@ class TensorMap(NamedTuple):
     encode: Callable[[int], Any]
 
 
+class AddressTable(NamedTuple):
+    """A parameter by value that holds addresses of tensors: `encoded`, a ctypes structure of one launch, and by byte of
+    it the tensor whose address is there."""
+
+    encoded: Any
+    places: dict[int, Tensor]
+
+
 class CudaLaunch(NamedTuple):
-    """A launch by the driver. Parameters are tensors or None for addresses, ctypes numbers, and tensor maps."""
+    """A launch by the driver. Parameters are tensors or None for addresses, ctypes numbers, tensor maps, and tables of
+    addresses."""
 
     function: int
     blocks: tuple[int, ...]

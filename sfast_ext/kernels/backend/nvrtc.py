@@ -23,7 +23,7 @@ from sfast_ext import cache_folder
 from sfast_ext.kernels.backend import cuda_driver, launch_log, pdl, triton_runtime
 from sfast_ext.kernels.backend.cuda_driver import Driver, Unavailable
 from sfast_ext.kernels.backend.cuda_libraries import Bindings, bindings, no_nvrtc
-from sfast_ext.kernels.backend.launch_log import CudaLaunch, Opaque, TensorMap
+from sfast_ext.kernels.backend.launch_log import AddressTable, CudaLaunch, Opaque, TensorMap
 from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
 
 __all__ = ["Source", "Unavailable", "bindings"]
@@ -35,7 +35,7 @@ _SEAL = hashlib.sha256().digest_size
 
 Prepare = Callable[..., tuple[list[Any], int, int]]
 """Maps arguments and constants of a launch to the kernel's parameters (tensors or None for addresses, ctypes numbers,
-tensor maps), threads per block, and bytes of dynamic shared memory."""
+tensor maps, tables of addresses), threads per block, and bytes of dynamic shared memory."""
 Variants = Callable[[dict[str, int]], Iterable[dict[str, int]]]
 """Maps constants of a launch to those that other image sizes may need, most likely first, the given ones among them."""
 _MAPPED = {
@@ -312,7 +312,7 @@ def cell(x: Any) -> Any:
     """A parameter of a launch, see `Prepare`, as the ctypes object that the driver reads."""
     if x is None or isinstance(x, Tensor):
         return ctypes.c_void_p(None if x is None else x.data_ptr())
-    return x.encoded if isinstance(x, TensorMap) else x
+    return x.encoded if isinstance(x, (TensorMap, AddressTable)) else x
 
 
 def _headers() -> dict[bytes, bytes]:

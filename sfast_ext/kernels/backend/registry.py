@@ -48,7 +48,9 @@ class Kernel(Generic[Operands, Result]):
         fallback: the operation by PyTorch's or the libraries' kernels, for operands that are declined; by default
             `reference`.
         workspace: bytes that the kernel holds while it runs, in addition to its result, for its arguments.
-        writes: position of the argument whose memory the result takes; None if results have memory of their own.
+        writes: position of the argument whose memory the result takes, or of a list of those whose memory the results,
+            a list as well, take; None if results have separate memory.
+        updates: positions of further arguments, tensors or lists of them, that it writes to.
         flop_reference: a function of the same arguments with the FLOPs of the kernel, if `reference` has more.
         needs_triton: whether the kernel needs Triton, or all of `cuda_sources` in its place.
         portable: whether `cuda_sources` run on any card and are all that the kernel needs.
@@ -64,6 +66,7 @@ class Kernel(Generic[Operands, Result]):
     fallback: Callable[..., Any] | None = None
     workspace: Callable[..., int] | None = None
     writes: int | None = None
+    updates: tuple[int, ...] = ()
     flop_reference: Callable[..., Any] | None = None
     needs_triton: bool = True
     portable: bool = False
@@ -112,6 +115,8 @@ class Kernel(Generic[Operands, Result]):
     def supported(self, device: torch.device, *, triton: bool) -> bool:
         """Whether the kernel may be launched on a device: neither it nor one that it uses is disabled, and what it
         needs is there, which is Triton (`triton`) or, on a device that its sources run on, NVRTC."""
+        # what has no function of Triton, and uses no kernel that has, cannot run by it
+        triton = triton and not (self.portable and not self.triton_functions and not self.uses)
         return (triton or not self.needs_triton or self._compiles(device)) and self.enabled(device)
 
     def enabled(self, device: torch.device) -> bool:

@@ -19,6 +19,7 @@ from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import cuda_libraries, cuda_tier, nvrtc, triton_runtime
 from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d, narrow_conv_portable, upsample, upsample_conv2d
+from sfast_ext.kernels.eight_bits import layer_norm8, quantise_rows, quantise_weights
 from sfast_ext.kernels.group_norm import portable
 from sfast_ext.kernels.group_norm.two_pass import Norm
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
@@ -154,7 +155,21 @@ def portable_cases() -> list[tuple[str, dict[str, int]]]:
             found.append(("narrow_conv_out", narrow_conv_portable.out_constants(channels, dtype)))
     for time, dtype in ((torch.int64, torch.float16), (torch.float32, torch.float32)):
         found.append(("timestep_embedding", timestep_embedding.constants(time, dtype)))
-    return found + group_norm_cases()
+    return found + eight_bits_cases() + group_norm_cases()
+
+
+def eight_bits_cases() -> list[tuple[str, dict[str, int]]]:
+    """Of the kernels that write 8 bits, what a UNet's sizes ask for, and the widest rows."""
+    found: list[tuple[str, dict[str, int]]] = []
+    for dtype in (torch.float16, torch.bfloat16):
+        given = [(320, 8, 64), (1280, 8, 256), (2560, 8, 128), (5120, 8, 0), (10240, 8, 256), (40960, 8, 0), (77, 1, 0)]
+        rows = [quantise_rows.constants(columns, pack, dtype, group) for columns, pack, group in given]
+        norms = [layer_norm8.constants(columns, 8, dtype, add) for columns in (320, 1280) for add in (False, True)]
+        for name, constants in (("quantise_rows", rows), ("layer_norm8", norms)):
+            assert None not in constants
+            found += [(name, each) for each in constants if each is not None]
+        found.append(("quantise_weights", quantise_weights.constants(dtype)))
+    return found
 
 
 def group_norm_cases() -> list[tuple[str, dict[str, int]]]:
@@ -186,7 +201,7 @@ MOST_USED = list({name: (name, given) for name, given in reversed(MOST_USED)}.va
 def test_portable_kernels_differ_only_between_cards_before_and_after_8_0_and_9_0():
     # so that three cards tell of all; registers on each are in docs/generated/cuda.md
     texts = [nvrtc.SOURCES / f"{name}.cu" for name in {name for name, _ in PORTABLE}]
-    texts += [nvrtc.SOURCES / "elements.h", nvrtc.SOURCES / "group_norm.h"]
+    texts += [nvrtc.SOURCES / f"{name}.h" for name in ("elements", "group_norm", "layer_norm", "quantise")]
     found = {line for text in texts for line in text.read_text().splitlines() if "ARCH" in line}
     assert found == {"#if __CUDA_ARCH__ >= 800", "#if __CUDA_ARCH__ >= 900"}
 
@@ -203,7 +218,8 @@ def test_portable_kernels_compile_for_every_kind_of_card(name, given):
         # the largest variant, on 8.0 alone
         spilled = 8 if name == "group_norm_whole" else 0
         registers, fixed = built(name, given, spilled, f"sm_{capability}")
-        threads = given.get("THREADS", 256) * given.get("ROWS", 1)
+        threads = given.get("THREADS", 32 * given.get("WARPS", 8)) * given.get("ROWS", 1)
+        assert given.get("BLOCKS", 1) * registers * threads <= REGISTERS
         # two blocks of a multiprocessor or one that fills it, in half of the shared memory that every card has
         assert (1 if threads > 512 else 2) * registers * threads <= REGISTERS and fixed <= 24 << 10
 

@@ -1,0 +1,110 @@
+"""Cases of the kernels that write 8 bits: `CASES`, by kernel, as in cases.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sfast_ext.kernels.eight_bits import quantise_rows
+
+# rows, columns, and how many are rotated together; batch 2, the last three are SDXL's
+ROWS = [(8192, 320, 64), (2048, 1280, 256), (2048, 2560, 256), (512, 5120, 256)]
+ROWS += [(8192, 640, 128), (8192, 2560, 256), (2048, 5120, 256)]
+NORM_ROWS = [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
+# channels and number of SDXL's transformer blocks
+BLOCKS = [(640, 10), (1280, 60)]
+# rows and columns of a block's weights in channels, and whether their inputs are rotated: queries, keys and values in
+# one, projections, both sides of the feed-forward part
+BLOCK_WEIGHTS = [(3, 1, False), (1, 1, True), (1, 1, False), (1, 1, True), (8, 1, False), (1, 4, True)]
+
+
+def bank(blocks: list[tuple[int, int]], dtype: torch.dtype, device: str) -> list[list[Any]]:
+    """The arguments of `quantise_weights.launch` for transformer blocks (channels, number): weights at random, and an
+    empty bank. Digests are views of one tensor."""
+    shapes = [
+        (rows * channels, columns * channels, rotated)
+        for channels, count in blocks
+        for rows, columns, rotated in count * BLOCK_WEIGHTS
+    ]
+    weights = [torch.randn(rows, columns, device=device, dtype=dtype) * columns**-0.5 for rows, columns, _ in shapes]
+    rows = [torch.empty(weight.shape, device=device, dtype=torch.int8) for weight in weights]
+    scales = [torch.empty(len(weight), device=device) for weight in weights]
+    counts = [len(weight) for weight in weights]
+    digests = [*torch.zeros(sum(counts), dtype=torch.int64, device=device).split(counts)]
+    return [
+        weights,
+        rows,
+        scales,
+        digests,
+        [largest_group(columns) if rotated else 0 for _, columns, rotated in shapes],
+    ]
+
+
+def largest_group(columns: int) -> int:
+    """Of those that divide the columns."""
+    return max(group for group in quantise_rows.GROUPS if not group or columns % group == 0)
+
+
+def torch_quantise_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
+    """By PyTorch's operations; the rotation is a product."""
+    y = x.float()
+    if group:
+        matrix = quantise_rows.hadamard(group).to(x.device, torch.float32)
+        y = (y.unflatten(-1, (-1, group)) @ matrix).flatten(-2)
+    scale = y.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return (y / scale).round().to(torch.int8), scale.squeeze(-1)
+
+
+def _torch_layer_norm8(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch_quantise_rows(F.layer_norm(x, x.shape[-1:], weight, bias, eps))
+
+
+def _torch_add_layer_norm8(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x + residual
+    return total, *_torch_layer_norm8(total, weight, bias, eps)
+
+
+def _torch_quantise_weights(weights: Any, rows: Any, scales: Any, digests: Any, groups: Any) -> list[Tensor]:
+    return [torch_quantise_rows(weight, group)[0] for weight, group in zip(weights, groups)]
+
+
+MakeCase = Callable[[str, str, Callable[..., Any], list[Any], dict[str, Any]], Any]
+
+
+def _quantise_rows(o: Any, case: MakeCase) -> Iterator[Any]:
+    for rows, columns, group in ROWS:
+        for each in (0, group):
+            operands = [o.randn(rows, columns), each]
+            yield case("quantise_rows", f"{rows}x{columns} by {each}", torch_quantise_rows, operands, {})
+
+
+def _quantise_weights(o: Any, case: MakeCase) -> Iterator[Any]:
+    for channels, _ in BLOCKS:
+        operands = bank([(channels, 1)], o.dtype, o.device)
+        yield case("quantise_weights", f"a block of {channels}", _torch_quantise_weights, operands, {})
+
+
+def _layer_norm8(o: Any, case: MakeCase) -> Iterator[Any]:
+    for rows, columns in NORM_ROWS:
+        operands = [o.randn(rows, columns), o.randn(columns), o.randn(columns), 1e-5]
+        yield case("layer_norm8", f"{rows}x{columns}", _torch_layer_norm8, operands, {})
+
+
+def _add_layer_norm8(o: Any, case: MakeCase) -> Iterator[Any]:
+    for rows, columns in NORM_ROWS:
+        operands = [o.randn(rows, columns), o.randn(rows, columns), o.randn(columns), o.randn(columns), 1e-5]
+        yield case("add_layer_norm8", f"{rows}x{columns}", _torch_add_layer_norm8, operands, {})
+
+
+CASES = {
+    "quantise_rows": _quantise_rows,
+    "quantise_weights": _quantise_weights,
+    "layer_norm8": _layer_norm8,
+    "add_layer_norm8": _add_layer_norm8,
+}

@@ -1,0 +1,29 @@
+"""Where these kernels run: built by the host's C++ compiler on a CPU, or on a card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels import cuda_on_cpu
+from sfast_ext import kernels
+from sfast_ext.kernels.backend import nvrtc, registry
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """That of the operands. A kernel that declines them fails the test."""
+    if request.param == "cpu":
+        if kernels.interpreted():
+            pytest.skip("the interpreter's run is of Triton's kernels, these run without TRITON_INTERPRET")
+        monkeypatch.setattr(nvrtc.Source, "_launch", cuda_on_cpu.launch)
+        monkeypatch.setattr(nvrtc.Source, "supported", lambda source, device: True)
+
+    def declined(kernel: registry.Kernel, reason: object) -> None:
+        raise AssertionError(f"{kernel} declined: {reason}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(registry.Kernel, "count", declined)
+        yield torch.device(request.param)
