@@ -15,7 +15,7 @@ from typing import Any
 from sfast_ext.kernels.backend import registry, triton_runtime
 from sfast_ext.kernels.backend.registry import Kernel
 
-_ROOMS = ("attention", "conv", "group_norm", "linear", "pointwise")
+_ROOMS = ("attention", "conv", "eight_bits", "group_norm", "linear", "pointwise")
 
 
 def registered() -> dict[str, Kernel[..., Any]]:

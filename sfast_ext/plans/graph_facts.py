@@ -67,14 +67,24 @@ def _base(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not sources:
         return None
     if node.target is operator.getitem:
-        # each result of a kernel has separate memory
-        return sources[0] if isinstance(sources[0].target, torch._ops.OpOverload) else None
+        # each result of a kernel has separate memory, unless it lies in an operand
+        return sources[0] if isinstance(sources[0].target, torch._ops.OpOverload) or _written(sources[0]) else None
     kernel = registry.of(node.target)
     if kernel is not None and kernel.writes is not None:
-        return node.args[kernel.writes]  # type: ignore[return-value]
+        return _written(node)
     schema = getattr(node.target, "_schema", None)
     views = schema is not None and any(result.alias_info is not None for result in schema.returns)
     return sources[0] if views or getattr(node.target, "__name__", "").startswith("reshape") else None
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """The operand in whose memory a kernel's results lie, the first of several; None if there is none."""
+    kernel = registry.of(node.target)
+    if kernel is None or kernel.writes is None or len(node.args) <= kernel.writes:
+        return None
+    operand: Any = node.args[kernel.writes]
+    operand = operand[0] if isinstance(operand, (list, tuple)) and operand else operand
+    return operand if isinstance(operand, fx.Node) else None
 
 
 def _bytes(val: Any) -> int:
