@@ -29,10 +29,10 @@ from sfast_ext.reasons import Declined, Detail, Reason, one_line
 from sfast_ext.report import at, rehearsing, stage, words_of
 from sfast_ext.runtime.eight_bits import ATTEMPTS, EightBitsFailed, state_of_weights, unsupported
 from sfast_ext.runtime.failures import Failures, out_of_memory
-from sfast_ext.runtime.make_plan import make_plan
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, StateChanges
 from sfast_ext.runtime.plan_finder import Lookup
+from sfast_ext.runtime.plan_maker import make_plan
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.rounding import PEAK_FACTOR, exact
 from sfast_ext.runtime.verify import Verification, verify_plan

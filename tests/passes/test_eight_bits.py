@@ -19,8 +19,10 @@ from sfast_ext.kernels.eight_bits import (
     quantise_weights,
 )
 from sfast_ext.passes import run_passes
-from sfast_ext.passes.eight_bits import candidates, layer_name
+from sfast_ext.passes.eight_bits import candidates, eight_bits, layer_name
 from sfast_ext.passes.eight_bits_selection import LIMIT, Selection
+from sfast_ext.passes.geglu import geglu
+from sfast_ext.passes.linear_geglu import linear_geglu
 from sfast_ext.plans import graph_facts
 from sfast_ext.plans.binding import bind_attributes
 
@@ -82,6 +84,15 @@ def rewritten(on: Traced) -> Counter[str]:
     return on.ops()
 
 
+def test_the_count_is_that_of_products() -> None:
+    for body, products in ((after_geglu, 1), (by_another_input, 0)):
+        torch.manual_seed(0)
+        on = traced(Wrapped(body), TOKENS)
+        with torch.no_grad():
+            assert on.rewrite(geglu, linear_geglu, eight_bits) == products
+    assert on.rewrite(eight_bits) == 0
+
+
 TOKENS = randn(2, 160, C)
 PROMPT = randn(2, 7, 32)
 
@@ -125,7 +136,7 @@ def test_weights_are_quantised_once_at_the_top_and_their_memory_is_no_result() -
     calls = [node for node in on.graph.nodes if node.op == "call_function"]
     assert calls[0] is fresh
     assert [len(each) for each in fresh.args] == [6] * 5
-    assert graph_facts._results(fresh, 0, {fresh: 1, **{user: 1 for user in fresh.users}}) is not None
+    assert graph_facts._results(fresh, 0, {fresh: 1, **dict.fromkeys(fresh.users, 1)}) is not None
     assert all(graph_facts._base(user) is fresh for user in fresh.users)
     assert graph_facts._base(fresh) is fresh.args[1][0]
     held = 2 * TOKENS.numel() * 4 * 2
