@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -40,7 +38,6 @@ def rotated(x: Tensor, group: int) -> Tensor:
     return (x.unflatten(-1, (-1, group)) @ hadamard(group, x.dtype, x.device)).flatten(-2)
 
 
-@functools.lru_cache(maxsize=16)
 def hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The orthonormal Walsh-Hadamard matrix (Sylvester's order), which is symmetric and its own inverse."""
     matrix = torch.ones(1, 1, dtype=torch.float64)

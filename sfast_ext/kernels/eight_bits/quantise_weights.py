@@ -29,9 +29,11 @@ def reference(
     for weight, q, scale, digest, group in zip(weights, rows, scales, digests, groups, strict=True):
         now = digest_of(weight)
         changed = now != digest
-        if bool(changed.any()):
-            values, steps = quantise_rows.reference(weight[changed], group)
-            q[changed], scale[changed], digest[changed] = values, steps, now[changed]
+        values, steps = quantise_rows.reference(weight, group)
+        # without a branch: a recording of these operations is repeated with other values
+        q.copy_(torch.where(changed[:, None], values, q))
+        scale.copy_(torch.where(changed, steps, scale))
+        digest.copy_(now)
     return list(rows)
 
 
