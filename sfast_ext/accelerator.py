@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
@@ -127,6 +128,8 @@ class Accelerator:
         with self._model.lock:
             was, self._context.config = self.config, config
             self._cache.size = config.max_plans
+            # plans with and without 8 bits are kept next to each other, as requests switch that
+            was = replace(was, eight_bits=config.eight_bits)
             if not config.builds_like(was):
                 self._model.forget_plans("the settings changed")
             elif was != config:
@@ -148,6 +151,7 @@ class Accelerator:
         """
         if self.whole is None:
             self.report.new_generation()
+            self._model.eight_bits.new_generation()
         self._server.new_generation()
         self._cache.new_generation()
         self._backoff.new_generation()
@@ -202,6 +206,8 @@ class Accelerator:
             self._finder.follow(behaviour)
             for key in [key for key in self.plans if key.behaviour != behaviour]:
                 self._cache.drop(key)
+            for plan in self.plans.values():
+                plan.weights_due = True
             self._cache.clear_rejected()
         self.install()
         self.report.event("plans", f"{len(self.plans)} plans are kept for a model of the same architecture")
@@ -258,6 +264,8 @@ class Accelerator:
         """
         with self._model.lock:
             (self._backoff.clear if at_once else self._backoff.restart_counts)()
+            if self.whole is None:
+                self._model.eight_bits.clear()
             self._builder.forget()
             self._cache.clear(reason)
 
@@ -286,6 +294,7 @@ class Accelerator:
                 "calls_per_s": self._server.pace.per_second(),
                 "parts": [part._summary() for part in self.parts],
                 "weights": self.arena.status(),
+                "eight_bits": self._model.eight_bits.status(plans, self.arena.banks),
                 "graph_pool": pool_of(device).status() if device is not None and device.type == "cuda" else None,
                 "kernels_disabled": health.disabled(device) if device is not None else {},
                 "kernels_declined": registry.declined(),

@@ -47,11 +47,14 @@ class Config:
     triton: bool = True
     faster_sums: bool = False
     """On GeForce, add up products in half precision if that is faster. The image may differ in details."""
+    eight_bits: bool = False
+    """Compute the linear layers of transformer blocks with 8-bit integers, those excepted whose error is large. The
+    image differs in details."""
     check: str = "first"
     """When a plan is compared with the original forward: "first" use, "always", "never"."""
     tolerance: float = 0.02
     """Maximum relative L2 error of a plan against the original forward, computed in fp32. The limit is lower if
-    rounding explains less, see `runtime.rounding`."""
+    rounding explains less, see `runtime.rounding`. A plan with 8-bit integers may be twice as far away."""
     allow_cpu: bool = False
     max_plans: int = 32
     drop_slower: bool = True
@@ -78,4 +81,4 @@ class Config:
         return self._built_of() == other._built_of()
 
     def _built_of(self) -> tuple[bool, ...]:
-        return self.triton, self.faster_sums, self.rare_calls
+        return self.triton, self.faster_sums, self.eight_bits, self.rare_calls

@@ -27,7 +27,7 @@ from sfast_ext import Config, Hooks, accelerate, accelerator_of, call_signature,
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.backend import nvrtc, trial
 from sfast_ext.plans import graph_pool, payback, plan
-from sfast_ext.runtime import model_state, plan_builder, verify
+from sfast_ext.runtime import model_state, plan_builder, plan_maker, verify
 from sfast_ext.runtime.verify import relative_error
 
 CPU = Config(allow_cpu=True)
@@ -290,7 +290,7 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     patch.setattr(nvrtc, "current_stream", lambda index: 0)
     # by the times here a graph that was evicted would stay away for a while
     patch.setattr(payback.Recapture, "is_due", lambda self, with_ms: True)
-    patch.setattr(plan_builder, "channels_last_pays", lambda graph, device: True)
+    patch.setattr(plan_maker, "channels_last_pays", lambda graph, device: True)
     patch.setattr(attention, "_PREFERENCE", None)  # nothing is measured
     # one run of each: nobody looks at the second
     for name in ("quickest", "milliseconds"):

@@ -368,7 +368,7 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(plan_builder, "capture", _while(card, "blind", plan_builder.capture))
     for name in ("_run_static", "run_eagerly"):
         patch.setattr(plan.Plan, name, _while(card, "in_plan", getattr(plan.Plan, name)))
-    patch.setattr(plan, "_bind_attributes", _constants_on_the_card(plan._bind_attributes))
+    patch.setattr(plan, "bind_attributes", _constants_on_the_card(plan.bind_attributes))
     with card:
         yield card
 
@@ -397,7 +397,7 @@ def _while(card: Card, state: str, function: Callable[..., Any]) -> Callable[...
 def _constants_on_the_card(bind: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule], Any]:
     def around(graph_module: fx.GraphModule) -> Any:
         for node in graph_module.graph.nodes:
-            if node.op == "get_attr" and "weight" not in node.meta:
+            if node.op == "get_attr" and not {"weight", "bank"} & node.meta.keys():
                 constant = getattr(graph_module, node.target)
                 for registry in (graph_module._parameters, graph_module._buffers):
                     registry.pop(node.target, None)

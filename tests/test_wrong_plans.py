@@ -21,7 +21,7 @@ from small_net import (
 from sfast_ext import Config, Hooks, accelerate
 from sfast_ext.behaviour import key
 from sfast_ext.plans.plan import DROPPED
-from sfast_ext.runtime import plan_builder, plan_finder, verify
+from sfast_ext.runtime import plan_builder, plan_finder, plan_maker, verify
 
 
 def test_a_plan_that_differs_is_discarded_and_the_original_goes_on(monkeypatch):
@@ -33,7 +33,7 @@ def test_a_plan_that_differs_is_discarded_and_the_original_goes_on(monkeypatch):
         gm.recompile()
         return {"spoil": 1}
 
-    monkeypatch.setattr(plan_builder, "run_passes", spoil)
+    monkeypatch.setattr(plan_maker, "run_passes", spoil)
     module, plain = net(), net()
     acc = accelerate(module, CPU)
     x = picture()
@@ -86,7 +86,7 @@ def test_always_checking_catches_a_plan_gone_wrong_later():
         (plan_builder, "capture"),
         (key, "fingerprint"),
         (plan_finder, "flatten_call"),
-        (plan_builder, "run_passes"),
+        (plan_maker, "run_passes"),
         (verify, "relative_errors"),
         (verify, "milliseconds"),
     ],

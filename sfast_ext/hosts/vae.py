@@ -74,6 +74,7 @@ class Vaes:
             rare_gain=GAIN,
             # a VAE's activations come near the largest number of float16, and partial sums nearer
             faster_sums=False,
+            eight_bits=False,
             max_plans=min(config.max_plans, MAX_PLANS),
         )
         known = [vae for vae in vaes if is_known(vae)]

@@ -24,6 +24,7 @@ from . import (
     conv2d,
     conv_group_norm,
     cse,
+    eight_bits,
     geglu,
     group_norm,
     group_norm_inputs,
@@ -106,15 +107,12 @@ PASSES: list[Pass] = [
     Pass("linear_geglu", linear_geglu.linear_geglu, FUSION, ("geglu",)),
     # add_layer_norm: the kernel that returns the sum, and that gets a bias
     Pass("linear_accumulate", linear_accumulate.linear_accumulate, FUSION, ("add_layer_norm",)),
-    # layer_norm: the kernel that is replaced
-    # linear_accumulate: it needs the norms whose kernels get a bias as they are
+    # layer_norm, geglu: the kernels that are replaced, or whose results are quantised
+    # linear_accumulate: it needs the linears as they are
+    Pass("eight_bits", eight_bits.eight_bits, FUSION, ("layer_norm", "geglu", "linear_accumulate")),
+    # eight_bits: it needs norms and the linears that read them as they are
     # cleanup: between a 1x1 convolution that has become a linear and the norm only one reshape is left
-    Pass(
-        "linear_layer_norm",
-        linear_layer_norm.linear_layer_norm,
-        FUSION,
-        ("layer_norm", "linear_accumulate", "cleanup"),
-    ),
+    Pass("linear_layer_norm", linear_layer_norm.linear_layer_norm, FUSION, ("eight_bits", "cleanup")),
     # narrow_conv: its kernels add the bias themselves
     # group_norm: it takes the biases of the convolutions that it reads, which bias_add would add on their own
     # linear_accumulate: it needs residual additions that bias_add would take

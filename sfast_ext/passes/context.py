@@ -12,6 +12,8 @@ from sfast_ext.kernels.backend.registry import Kernel
 if TYPE_CHECKING:
     from sfast_ext.weights.arena import WeightArena
 
+    from .eight_bits_selection import Selection
+
 
 @dataclass
 class PassContext:
@@ -23,6 +25,8 @@ class PassContext:
     channels_last: bool = True
     faster_sums: bool = False
     """Whether sums may be in half precision."""
+    eight_bits: Selection | None = None
+    """Which linear layers are computed with 8-bit integers; None: none are."""
     most_bytes: int | None = None
     """What a kernel may hold while it runs, its operands and its result included; None if that does not matter."""
 

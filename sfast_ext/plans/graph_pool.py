@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from sfast_ext.kernels.backend.nvrtc import current_stream
 from sfast_ext.kernels.backend.trial import paused
 from sfast_ext.report import Report, logger
+from sfast_ext.weights.banks import Banks
 
 MB = 1 << 20
 # Size of the first block, relative to the peak of live bytes. UNets need 1.09 to 1.19, as the allocator takes the
@@ -62,6 +64,8 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.RLock()
+        self.spare: weakref.WeakSet[Banks] = weakref.WeakSet()
+        """What plans have in memory and can fill again."""
         self._handle: Any = None
         # the memory of an evicted graph stays in the pool until the last graph is gone
         self._reserved = 0
@@ -73,6 +77,11 @@ class GraphPool:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether `make_room` would free any."""
+        return bool(self._entries) or any(len(banks) and not banks.vacant for banks in self.spare)
 
     @property
     def size(self) -> int:
@@ -164,10 +173,12 @@ class GraphPool:
         return self._current[1]
 
     def make_room(self, report: Report, why: str = "the GPU is out of memory") -> None:
-        """Free all memory. Graphs are captured again at their next use."""
+        """Free all memory. Graphs are captured again at their next use, and banks are filled again."""
         with self.lock:
             if self._entries:
                 self._evict_all(report, why)
+            for banks in list(self.spare):
+                banks.vacate()
             torch.cuda.empty_cache()
 
     def drop(self, captured: CapturedGraph) -> None:

@@ -14,6 +14,7 @@ from sfast_ext.call_signature import Call, Signature, as_tensor
 from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.kernels.backend.pdl import MIN_CAPABILITY, in_pdl_capture, pdl_capture
 from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
+from sfast_ext.plans.binding import bind_attributes
 from sfast_ext.plans.graph_facts import View, digest, hand_out, operation_counts, peak_bytes, readonly
 from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph, pool_of
 from sfast_ext.plans.input_copies import Copies
@@ -21,7 +22,6 @@ from sfast_ext.plans.payback import Recapture
 from sfast_ext.plans.recorded_run import RecordedRun
 from sfast_ext.plans.register_machine import Interpreter
 from sfast_ext.report import Report
-from sfast_ext.weights.arena import Weight
 
 _EAGER_RUNS = 4  # before the launches of a plan that has no CUDA graph are recorded
 _CPU_BOUND = 0.8  # of a run's time, that of its launches
@@ -69,7 +69,12 @@ class Plan:
         self.built_for: list[Any] | None = None
         """The nested numbers of the call that it was built for, if some of them are inputs."""
         self.compare_again = False
-        """Whether a result is compared with the original's once more: one of those numbers is another."""
+        """Whether a result is compared with the original's once more: one of those numbers is another, or a weight that
+        is quantised."""
+        self.weights_due = False
+        """Whether the next run asks if quantised weights changed, see `runtime.eight_bits`."""
+        self.compared_weights: set[int] = set()
+        """Their states with which a comparison went well."""
         self.no_graph_reason: str | None = None
         self.was_captured = False
         """Whether it had a CUDA graph before, which may be gone."""
@@ -89,7 +94,7 @@ class Plan:
         self._operations, self._digest = operation_counts(graph_module.graph), digest(graph_module)
         self.edits: tuple[Any, ...] = ()
         """What a call does to lists and dictionaries among its arguments, see `capture.arguments`."""
-        self.weights = _bind_attributes(graph_module)
+        self.weights, self.banks = bind_attributes(graph_module)
         self._graph_module = graph_module
         self._triton = triton
         self._function = self._interpreter = self._served(Interpreter(graph_module))
@@ -248,6 +253,9 @@ class Plan:
         """Free everything. The graph module is a reference cycle, so its tensors are removed explicitly."""
         self._function = self._interpreter = _closed
         try:
+            if self.banks and self.pool is not None:
+                # their memory goes back to the allocator, and the last launch may still read it
+                torch.cuda.synchronize(self.device)
             self.drop_graph()
         finally:
             self.state = DROPPED
@@ -256,7 +264,7 @@ class Plan:
     def _drop_tensors(self) -> None:
         for name in [n for n, value in self._graph_module.__dict__.items() if isinstance(value, torch.Tensor)]:
             del self._graph_module.__dict__[name]
-        self.weights = []
+        self.weights, self.banks = [], []
 
     def speedup(self) -> float | None:
         """How many times faster than the original, both timed alike when it was made. None if they were not: on a
@@ -282,6 +290,7 @@ class Plan:
             "memory_mb": round(self.graph.size / 2**20, 1) if self.graph else 0.0,
             "error": self.error,
             "fused": dict(self.fused),
+            "eight_bits": self.fused.get("eight_bits", 0),
             "operations": dict(self._operations),
             "digest": self._digest,
         }
@@ -352,39 +361,6 @@ class Plan:
 
 def _closed(*_: torch.Tensor) -> Sequence[torch.Tensor]:
     raise RuntimeError("the plan was dropped while it was about to run")
-
-
-def _bind_attributes(graph_module: fx.GraphModule) -> list[Weight]:
-    """Make the graph's attributes the live tensors of the arena. Returns the weights that it reads."""
-    weights: dict[int, Weight] = {}
-    used = set()
-    for node in graph_module.graph.nodes:
-        if node.op != "get_attr":
-            continue
-        used.add(node.target)
-        weight = node.meta.get("weight")
-        if weight is not None:
-            weights[id(weight)] = weight
-            _plain_attribute(graph_module, node.target, weight.tensor)
-        else:
-            _plain_attribute(graph_module, node.target, getattr(graph_module, node.target).detach())
-    for name in [*graph_module._parameters, *graph_module._buffers]:
-        if name not in used:
-            # a weight that was packed: this reference would keep its old memory
-            delattr(graph_module, name)
-    for name, value in list(graph_module.__dict__.items()):
-        if isinstance(value, torch.Tensor) and name not in used:
-            delattr(graph_module, name)
-    for node in graph_module.graph.nodes:
-        # fake tensors are not needed any more, and keep the whole fake mode alive
-        node.meta.clear()
-    return list(weights.values())
-
-
-def _plain_attribute(graph_module: fx.GraphModule, name: str, tensor: torch.Tensor) -> None:
-    for registry in (graph_module._parameters, graph_module._buffers):
-        registry.pop(name, None)
-    graph_module.__dict__[name] = tensor
 
 
 @contextlib.contextmanager

@@ -81,9 +81,9 @@ class Failures:
         return bool(new)
 
     def freed_memory_for(self, exc: Exception) -> bool:
-        """The original forward raised: whether it ran out of memory, and CUDA graphs were freed for it."""
+        """The original forward raised: whether it ran out of memory, and CUDA graphs and banks were freed for it."""
         device = self._context.device() if out_of_memory(exc) else None
-        if device is None or device.type != "cuda" or not len(pool_of(device)):
+        if device is None or device.type != "cuda" or not pool_of(device).holds_memory:
             return False
         self._context.report.count("out_of_memory")
         pool_of(device).make_room(self._context.report)

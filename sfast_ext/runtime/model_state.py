@@ -18,6 +18,7 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
+from sfast_ext.runtime.eight_bits import EightBits
 from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.weights.arena import WeightArena
 
@@ -44,6 +45,7 @@ class ModelState(Generic[A]):
         whole: the accelerator of the model.
         parts: the accelerators of submodules.
         arena: the weights of the model, used by parts as well.
+        eight_bits: what its plans with 8-bit integers have in common.
         lock: held while plans are added or removed.
         build_lock: held by the thread that builds a plan. One plan is built at a time, of all models: torch's modes for
             recording are one stack for all threads, and builds are timed.
@@ -54,6 +56,7 @@ class ModelState(Generic[A]):
         self.parts: list[A] = []
         self.lock = threading.RLock()
         self.arena = WeightArena(module, self.turn)
+        self.eight_bits = EightBits()
         self.build_lock = _BUILDING
 
     def turn(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:

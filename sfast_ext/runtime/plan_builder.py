@@ -11,36 +11,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from sfast_ext import environment, reasons
 from sfast_ext.argument_roles import ArgumentRoles
-from sfast_ext.call_signature import Call, flatten_output
+from sfast_ext.call_signature import flatten_output
 from sfast_ext.capture import block_reuse
 from sfast_ext.capture.arguments import Edit, words
 from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.capture.state import State
-from sfast_ext.config import Config
 from sfast_ext.kernels.backend import choices, nvrtc
-from sfast_ext.kernels.backend.precompile import precompile
-from sfast_ext.kernels.backend.triton_runtime import without_triton
-from sfast_ext.kernels.group_norm import group_norm
-from sfast_ext.passes import PassContext, run_passes
-from sfast_ext.passes.layout_time import channels_last_pays
 from sfast_ext.plans.graph_facts import lent, peak_bytes, shared_results
 from sfast_ext.plans.payback import CaptureBackoff, Stopwatch
 from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted, Preparation, StageTimes
-from sfast_ext.report import at, rehearsing
-from sfast_ext.runtime.failures import Failures
+from sfast_ext.reasons import Declined, Detail, Reason, one_line
+from sfast_ext.report import at, rehearsing, stage, words_of
+from sfast_ext.runtime.eight_bits import ATTEMPTS, EightBitsFailed, state_of_weights, unsupported
+from sfast_ext.runtime.failures import Failures, out_of_memory
 from sfast_ext.runtime.model_state import ModuleContext
-from sfast_ext.runtime.plan_cache import PlanCache, StateChanges
+from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, StateChanges
 from sfast_ext.runtime.plan_finder import Lookup
+from sfast_ext.runtime.plan_maker import make_plan
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.rounding import PEAK_FACTOR, exact
 from sfast_ext.runtime.verify import Verification, verify_plan
-from sfast_ext.weights.arena import WeightArena
 from sfast_ext.weights.weight import tensors_held
 
 _MEASURING = 1.0  # seconds of a first call in which ways to compute the same are compared, at most
@@ -145,6 +140,11 @@ class PlanBuilder:
             # the key is not rejected: there may be room at the next call
             context.report.bypassed(reasons.NO_ROOM())
             return
+        if lookup.key.eight_bits and (obstacle := self._without_eight_bits(device)) is not None:
+            context.model.eight_bits.stop(obstacle, context.report, for_good=True)
+            lookup = lookup.exact()
+            if self._is_settled(lookup.key):
+                return
         self._backoff.record_capture(lookup.shape_signature)
         if not self._cache.plans and not context.is_part:
             # their plans bind weights, which then cannot be packed for the whole
@@ -179,16 +179,40 @@ class PlanBuilder:
         signature, words = lookup.call.signature, self._context.hooks.words
         return (words(signature.shapes()) if words is not None else None) or signature.words()
 
+    def _without_eight_bits(self, device: torch.device) -> Reason | None:
+        """Why no plan of the module can use 8 bits; None if one can."""
+        return unsupported(device, {p.dtype for p in self._context.module.parameters()})
+
+    def _is_settled(self, key: PlanKey) -> bool:
+        """Whether there is a plan for a key, or none is to be made."""
+        return key in self._cache.plans or key in self._cache.rejected
+
     def _attempts(self, lookup: Lookup, run: OriginalRun) -> Plan | None:
-        """A plan, if need be without the kernels that fail. None, with the reason reported, if there can be none."""
+        """A plan, if need be without the kernels that fail, or without 8 bits. None, with the reason reported, if there
+        can be none, or if the plan without 8 bits is there already."""
+        eight_bits, report, tries = self._context.model.eight_bits, self._context.report, 0
         while True:
             try:
                 return self._attempt(lookup, run)
             except Interrupted:
                 raise
+            except EightBitsFailed as exc:
+                tries += 1
+                if not exc.again or tries >= ATTEMPTS:
+                    eight_bits.stop(exc.reason, report)
+                    lookup = lookup.exact()
+            except Declined:
+                raise
             except Exception as exc:
                 if not self._failures.disable_kernels(exc, lookup.key.device):
-                    raise
+                    if not lookup.key.eight_bits:
+                        raise
+                    if not out_of_memory(exc):
+                        report.error(stage(), exc)
+                    eight_bits.stop(_failed(exc), report)
+                    lookup = lookup.exact()
+            if not lookup.key.eight_bits and self._is_settled(lookup.key):
+                return None
             run.trace = None  # consumed by the attempt
 
     def _attempt(self, lookup: Lookup, run: OriginalRun) -> Plan | None:
@@ -205,7 +229,18 @@ class PlanBuilder:
                 for i, (x, recorded) in enumerate(zip(results, captured.output_strides))
             ]
             blocks_copied = block_reuse.holds_copies(captured.graph_module)
-            plan = make_plan(captured, lookup.call, context.arena, device, context.config)
+            selection = context.model.eight_bits.selection(key.model) if key.eight_bits else None
+            with contextlib.ExitStack() as stack:
+                if selection is not None:
+                    stack.enter_context(selection.on(lookup.call.tensors(device), self._spare_bytes(device)))
+                plan = make_plan(captured, lookup.call, context.arena, device, context.config, selection)
+            if selection is not None and selection.obstacle is not None and selection.elsewhere_too:
+                # it is the plan without 8 bits
+                context.model.eight_bits.stop(selection.obstacle, report, for_good=selection.for_good)
+                key = lookup.exact().key
+                if self._is_settled(key):
+                    plan.close()
+                    return None
             plan.views = shared_results(results, alike=not gaps)
             plan.lent = lent(results, (*lookup.call.leaf_tensors(), *tensors_held(context.module)))
             plan.edits = self._own_edits(plan.edits)
@@ -258,6 +293,11 @@ class PlanBuilder:
         left_behind = run.state.put_back()[0] if run.state is not None else None
         if left_behind is not None:
             refusal = reasons.KEEPS_STATE(left_behind)
+        elif refusal is not None and plan.banks and selection is not None:
+            inaccurate = refusal.code == reasons.INACCURATE.code
+            self._cache.drop(key)
+            report.count("captures", -1)
+            raise EightBitsFailed(reasons.EIGHT_BITS_REFUSED(refusal), again=inaccurate and selection.tighten())
         elif refusal is not None and refusal.code == reasons.INACCURATE.code and blocks_copied:
             # two blocks may differ in what their comparison does not read
             report.event("capture", f"equal blocks are recorded one by one from now on: {refusal}")
@@ -268,7 +308,13 @@ class PlanBuilder:
         if refusal is not None:
             self._cache.reject(key, refusal)
             return None
+        if plan.banks and plan.error is not None:
+            plan.compared_weights.add(state_of_weights(plan))
         return plan
+
+    def _spare_bytes(self, device: torch.device) -> int | None:
+        """What a second copy of weights may take; None if that does not matter."""
+        return None if device.type != "cuda" else int(_room(device) - _MIN_ROOM * _bytes(self._context.module))
 
     def _exact(self, lookup: Lookup, run: OriginalRun) -> list[torch.Tensor] | None:
         """The outputs in float32; None if the forward cannot be recorded again or memory is short."""
@@ -325,41 +371,11 @@ def _room(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0] + max(0, cached))
 
 
+def _failed(exc: Exception) -> Reason:
+    """Why 8 bits are not used, if making a plan with them raised."""
+    short = out_of_memory(exc)
+    return reasons.EIGHT_BITS_ROOM() if short else reasons.EIGHT_BITS_FAILED(stage(), Detail(one_line(words_of(exc))))
+
+
 def _bytes(module: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
-def make_plan(captured: Captured, call: Call, arena: WeightArena, device: torch.device, config: Config) -> Plan:
-    """The plan of a captured forward: its graph after all passes, with the kernels that device and config allow."""
-    at("choice of kernels")
-    # passes may read weights
-    arena.order.plan()
-    graph = captured.graph_module.graph
-    triton = _uses_triton(graph, device, config)
-    # Values may live longer in the original forward, whose variables keep them, but no shorter.
-    most = peak_bytes(graph) if config.rare_calls else None
-    context = PassContext(arena, device, triton, faster_sums=config.faster_sums, most_bytes=most)
-    if device.type == "cuda" and not context.supported(group_norm.launch):
-        context.channels_last = arena.memoize("channels last", lambda: channels_last_pays(graph, device))
-    fused = run_passes(captured.graph_module, context)
-    with contextlib.nullcontext() if triton else without_triton():
-        # needs shapes, which the plan removes from the graph
-        precompile(graph, device)
-    at("binding of weights")
-    tree, strides = captured.output_tree, captured.output_strides
-    plan = Plan(call, captured.graph_module, tree, strides, device, fused, triton=triton)
-    plan.edits = captured.edits
-    return plan
-
-
-def _uses_triton(graph: fx.Graph, device: torch.device, config: Config) -> bool:
-    if not config.triton or (not config.cuda_graphs and nvrtc.supported(device)):
-        # without a CUDA graph the CPU launches: Triton in 40 us, the driver in 10 (docs/engineering-log/launches.md)
-        return False
-    return environment.triton_runs_on(device) and environment.triton_refusal(device, *_dtypes(graph)) is None
-
-
-def _dtypes(graph: fx.Graph) -> set[torch.dtype]:
-    """The dtypes of all values of a captured graph."""
-    found = (node.meta.get("val") for node in graph.nodes)
-    return {val.dtype for val in found if isinstance(val, torch.Tensor)}

@@ -20,6 +20,8 @@ from sfast_ext.weights.arena import WeightArena
 MAX_CHANGING_CALLS = 3
 """A forward may fill what it keeps for later calls in so many calls in a row, in different places each time."""
 _MAX_STATES = 64
+KEPT_UNUSED = 3
+"""Generations for which plans with 8 bits are kept while the setting is off: requests may switch it."""
 
 
 class PlanKey(NamedTuple):
@@ -31,6 +33,8 @@ class PlanKey(NamedTuple):
     host: Hashable
     """The host's own key, see `Hooks.key`."""
     device: torch.device
+    eight_bits: bool = False
+    """Whether linear layers may be computed with 8-bit integers."""
 
     @property
     def model(self) -> tuple[int, Hashable, torch.device]:
@@ -90,6 +94,15 @@ class PlanCache:
             for key, rejection in list(self.rejected.items()):
                 if rejection.generations.pay():
                     self._expire(key)
+
+    def new_generation_of_eight_bits(self, number: int, chosen: bool) -> None:
+        """A generation begins: weights of plans with 8 bits may be others. While the setting is off, those that were
+        not used for some generations are dropped, as they hold a second copy of weights."""
+        with self._lock:
+            for key, plan in [(key, plan) for key, plan in self.plans.items() if plan.banks]:
+                plan.weights_due = True
+                if not chosen and plan.generation_of_use < number - KEPT_UNUSED:
+                    self.drop(key)
 
     def _expire(self, key: Hashable) -> None:
         self.rejected.pop(key, None)

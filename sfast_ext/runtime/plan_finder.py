@@ -78,6 +78,10 @@ class Lookup(NamedTuple):
     state: ReplayState
     """Never BYPASS: a call that is bypassed has no lookup."""
 
+    def exact(self) -> Lookup:
+        """The same call, for a plan without 8 bits."""
+        return self._replace(key=self.key._replace(eight_bits=False), plan=None)
+
     @property
     def shape_signature(self) -> Signature:
         """What it has in common with calls that differ in constants."""
@@ -167,6 +171,8 @@ class PlanFinder:
             # what it returned may have no hash
             current.stage = "key of the host"
         key = PlanKey(call.signature, behaviour, host, device)
+        if self._context.config.eight_bits and self._context.model.eight_bits.reason is None:
+            key = key._replace(eight_bits=True)
         plan = self._cache.plans.get(key)
         if plan is None and self._roles.open_changed(call):
             call = self._roles.flatten(call, args, kwargs, device)

@@ -13,10 +13,11 @@ from sfast_ext.call_signature import Call, flatten_output, rebuild_output
 from sfast_ext.plans.payback import Stopwatch
 from sfast_ext.plans.plan import Plan
 from sfast_ext.report import current, words_of
+from sfast_ext.runtime.eight_bits import check_is_due, check_weights, state_of_weights
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_finder import Lookup
-from sfast_ext.runtime.verify import NOISE_OF_ONE, Comparison, comparable, too_slow
+from sfast_ext.runtime.verify import NOISE_OF_ONE, Comparison, comparable, tolerance, too_slow
 from sfast_ext.weights.weight import WeightsAway
 
 
@@ -55,6 +56,8 @@ class PlanRunner:
         watch = Stopwatch(plan.device) if self._is_timed(plan) else None
         with self.guard(plan):
             outputs = self.outputs(plan, lookup.call)
+            if plan.banks and not lookup.compared and self._context.config.check != "never" and check_is_due(plan):
+                check_weights(plan)
         if watch is not None:
             self._time(lookup, watch)
         if lookup.compared:
@@ -76,7 +79,13 @@ class PlanRunner:
         if not comparable(references):
             return result
         refusal = Comparison(plan, outputs, references, self._context.config, run_original).difference()
-        if refusal is not None:
+        if refusal is None:
+            if plan.banks:
+                plan.compared_weights.add(state_of_weights(plan))
+        elif plan.banks:
+            self._cache.drop(lookup.key)
+            self._context.model.eight_bits.exceeded(lookup.key.model, refusal, self._context.report)
+        else:
             self._cache.reject(lookup.key, refusal)
         return result
 
@@ -104,8 +113,8 @@ class PlanRunner:
         if config.check == "never":
             return
         for key, plan in list(self._cache.plans.items()):
-            if plan.error is not None and not plan.error <= config.tolerance:
-                self._cache.reject(key, reasons.INACCURATE(plan.error, config.tolerance))
+            if plan.error is not None and not plan.error <= (most := tolerance(plan, config)):
+                self._cache.reject(key, reasons.INACCURATE(plan.error, most))
 
     def outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
         """The flat outputs of a plan. The caller holds `guard`."""
@@ -115,6 +124,8 @@ class PlanRunner:
             raise WeightsAway(reasons.WEIGHTS_GIVEN_BACK())
         if not context.arena.order.plan():
             raise WeightsAway(reasons.WEIGHTS_REPLACED())
+        if plan.banks and context.arena.banks.vacant:
+            self._occupy()
         if plan.pool is not None and context.config.cuda_graphs:
             if plan.graph is not None:
                 return plan.replay(call.leaves)
@@ -132,6 +143,16 @@ class PlanRunner:
         if plan.pool is not None and plan.records_now():
             self.record_launches(plan, call)
         return outputs
+
+    def _occupy(self) -> None:
+        """Allocate the memory of banks again."""
+        context = self._context
+        try:
+            context.arena.banks.occupy()
+        except torch.cuda.OutOfMemoryError as exc:
+            reason = reasons.EIGHT_BITS_ROOM()
+            context.model.eight_bits.stop(reason, context.report)
+            raise WeightsAway(reason) from exc
 
     def record_launches(self, plan: Plan, call: Call) -> None:
         """See `Plan.record_launches`. Nothing with a CUDA graph. The caller holds `guard`."""

@@ -39,6 +39,9 @@ MAX_OF_KNOWN = 1.5
 """Other inputs may round a little worse than those of a plan that was found to differ by rounding: by so much."""
 MAX_NOISE = 1.25
 """Of what rounding to fewer bits moves a result by: correct plans are 0.05 to 0.7 of it away (docs/measurements.md)."""
+BUDGET = 2.0
+"""Times the tolerance: so far from the original a plan with 8-bit integers may be. Each product is about 1 % off.
+Errors of layers are independent, and the residual stream adds what they make to what is exact."""
 FLOORS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 """Differences of so much are rounding in any model of more than a few layers, and are not measured."""
 _fp16_accumulation = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", lambda: False)
@@ -103,6 +106,11 @@ def verify_plan(new: Verification) -> Reason | None:
     return too_slow(plan, config, TIMING_NOISE)
 
 
+def tolerance(plan: Plan, config: Config) -> float:
+    """How far a plan may be from the original in any case."""
+    return BUDGET * config.tolerance if plan.banks else config.tolerance
+
+
 def too_slow(plan: Plan, config: Config, noise: float) -> Reason | None:
     """The reason to drop a plan that measured slower than the original, beyond so much noise; None if it did not."""
     after, before = plan.ms_after, plan.ms_before
@@ -130,7 +138,7 @@ class Comparison:
 
     def difference(self) -> Reason | None:
         """The reason to reject the plan, or None. Sets `plan.error`."""
-        plan, tolerance = self.plan, self.config.tolerance
+        plan, tolerance = self.plan, self._tolerance
         errors = relative_errors(self.outputs, self.references)
         error, known = max(errors, default=0.0), plan.rounding_error
         # how far bfloat16 moves this plan's results was found out before
@@ -140,7 +148,7 @@ class Comparison:
             plan.error = error
         if over and (known is not None or not self._may_be_rounding(error)):
             return reasons.INACCURATE(error, tolerance)
-        if not self._sums_in_half():
+        if not self._sums_in_half() and not plan.banks:
             beyond = [(e, limit) for e, limit in zip(errors, self._explained(errors)) if not e <= limit]
             if beyond:
                 plan.error, limit = max(beyond)
@@ -148,6 +156,10 @@ class Comparison:
         if over and not self._is_rounding():
             return reasons.INACCURATE(error, tolerance)
         return None
+
+    @property
+    def _tolerance(self) -> float:
+        return tolerance(self.plan, self.config)
 
     def _explained(self, errors: Sequence[float]) -> list[float]:
         """How far each result may be from the original's because of rounding. Infinite if that cannot be measured."""
@@ -175,13 +187,13 @@ class Comparison:
     def _may_be_rounding(self, error: float) -> bool:
         """Whether results that are further apart than the tolerance may differ because bfloat16 rounds."""
         in_bfloat16 = all(r.dtype == torch.bfloat16 for r in self.references)
-        return in_bfloat16 and error <= MAX_BY_ROUNDING * self.config.tolerance
+        return in_bfloat16 and error <= MAX_BY_ROUNDING * self._tolerance
 
     def _is_rounding(self) -> bool:
         """Whether the plan and the original differ because bfloat16 rounds: both are as near to the result in float32
         as the tolerance asks, or the original is further from it, and the plan no further than that, up to a tenth.
         Sets `plan.error` to the plan's distance from float32."""
-        plan, tolerance = self.plan, self.config.tolerance
+        plan, tolerance = self.plan, self._tolerance
         error, wanted = plan.error, self.exact()
         if wanted is None:
             return False

@@ -17,6 +17,7 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.weights import host_order
+from sfast_ext.weights.banks import Banks
 from sfast_ext.weights.change_detector import ChangeDetector
 from sfast_ext.weights.copy_in import copy_in
 from sfast_ext.weights.gate import Gate
@@ -67,6 +68,11 @@ class WeightArena:
     def gate(self) -> Gate:
         """The lock to hold around each run of the original forward."""
         return self._tracked.gate
+
+    @property
+    def banks(self) -> Banks:
+        """The weights of linear layers as 8-bit integers."""
+        return self._tracked.banks
 
     def index(self) -> None:
         """Index the module's tensors by identity, before a capture. O(parameters)."""
@@ -176,8 +182,9 @@ class WeightArena:
 
     @property
     def vacant_bytes(self) -> int:
-        """What the live tensors that have no memory are going to take."""
-        return vacant_bytes(list(self._tracked.vacant.values()))
+        """What the live tensors and the banks that have no memory are going to take."""
+        banks = self.banks.bytes if self.banks.vacant else 0
+        return vacant_bytes(list(self._tracked.vacant.values())) + banks
 
     def fetch(self) -> int:
         """Copy the parameters from their device into the live tensors, and make them views of those.
@@ -203,7 +210,8 @@ class WeightArena:
             return vacancies(live, [*tracked.known(), *tracked.packs.all()], self._layouts)
 
     def vacate(self, given: Sequence[Vacancy]) -> None:
-        """Free the memory of live tensors. The next `sync` with weights on the GPU allocates it again.
+        """Free the memory of live tensors, and that of banks. The next `sync` with weights on the GPU allocates the
+        former again; for the latter see `Banks.occupy`.
 
         No plan may be running.
         """
@@ -212,6 +220,8 @@ class WeightArena:
             for vacancy in given:
                 vacancy.vacate()
                 tracked.vacant.update((id(member.weight), vacancy) for member in vacancy.members)
+            if given:
+                self.banks.vacate()
             tracked.reset_detector()
             tracked.forget(tracked.vacant)
             self._layouts.give_up()
@@ -316,4 +326,5 @@ class WeightArena:
                 "packed_tensors": len(tracked.packs),
                 "packed_parameters": sum(len(p.parts) for p in tracked.packs.all()),
                 "copied": tracked.copied,
+                "eight_bits_bytes": 0 if self.banks.vacant else self.banks.bytes,
             }

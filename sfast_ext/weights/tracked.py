@@ -9,6 +9,7 @@ from collections.abc import Container
 import torch
 from torch import nn
 
+from sfast_ext.weights.banks import Banks
 from sfast_ext.weights.change_detector import ChangeDetector
 from sfast_ext.weights.gate import Gate, gate_of
 from sfast_ext.weights.host_order import HostOrder, Turn
@@ -30,6 +31,7 @@ class TrackedWeights:
         weights: by the id of the tensor in the module. Those of the last index, and all that plans read.
         live: the weights that plans read.
         vacant: live weights without memory, by the id of the weight.
+        banks: those of its weights, see `Banks`.
         epoch: incremented whenever the set of live tensors may have changed.
         bound: how many plans were bound so far.
         indexed_times: how often the module was indexed.
@@ -43,6 +45,7 @@ class TrackedWeights:
         self.packs = Packs()
         self.live: list[Weight] = []
         self.vacant: dict[int, Vacancy] = {}
+        self.banks = Banks()
         self.detector = ChangeDetector([])
         self._detectors: weakref.WeakSet[ChangeDetector] = weakref.WeakSet()
         self.layouts = OriginalLayouts()

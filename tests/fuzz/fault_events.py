@@ -14,6 +14,7 @@ import sfast_ext.behaviour.key
 import sfast_ext.plans.plan
 import sfast_ext.runtime.plan_builder
 import sfast_ext.runtime.plan_finder
+import sfast_ext.runtime.plan_maker
 import sfast_ext.runtime.plan_runner
 import sfast_ext.weights.arena
 from fuzz.world import Event, World
@@ -28,7 +29,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "adoption of weights": (sfast_ext.weights.arena, "copy_in"),
     "capture": (sfast_ext.runtime.plan_builder, "capture"),
     "packing": (sfast_ext.weights.arena.WeightArena, "pack"),
-    "passes": (sfast_ext.runtime.plan_builder, "run_passes"),
+    "passes": (sfast_ext.runtime.plan_maker, "run_passes"),
     "binding": (sfast_ext.weights.arena.WeightArena, "bind"),
     "check": (sfast_ext.runtime.plan_builder, "verify_plan"),
     "plan": (sfast_ext.plans.plan.Plan, "run_eagerly"),
@@ -112,7 +113,7 @@ def wrong_plan(w: World, rng: random.Random) -> None:
     """A plan that computes something else: it must not pass its check."""
     if w.config.check == "never":
         return
-    real = sfast_ext.runtime.plan_builder.run_passes
+    real = sfast_ext.runtime.plan_maker.run_passes
 
     def wrong(graph_module: Any, context: Any) -> dict[str, int]:
         counts = real(graph_module, context)
@@ -124,9 +125,9 @@ def wrong_plan(w: World, rng: random.Random) -> None:
 
 
 def _with(rewritten: Callable[..., Any], run_passes: Callable[..., Any]) -> Callable[..., Any]:
-    def patched(*args: Any) -> Any:
-        with mock.patch.object(sfast_ext.runtime.plan_builder, "run_passes", run_passes):
-            return rewritten(*args)
+    def patched(*args: Any, **options: Any) -> Any:
+        with mock.patch.object(sfast_ext.runtime.plan_maker, "run_passes", run_passes):
+            return rewritten(*args, **options)
 
     return patched
 

@@ -17,6 +17,7 @@ from sfast_ext import passes
 from sfast_ext.kernels.attention import query_attention
 from sfast_ext.kernels.linear import linear_layer_norm
 from sfast_ext.passes import PASSES, Pass, Phase, run_passes
+from sfast_ext.passes.eight_bits_selection import Selection
 
 from .attentions import apart, together
 from .support import Traced, name, randn
@@ -208,10 +209,18 @@ def permuted(m: Net, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
+def in_8_bits() -> Traced:
+    inputs = randn(2, C, 16, 16).to(HALF), PROMPT
+    traced = Traced(Net(Net.transformer).to(HALF), *inputs)
+    traced.ctx.eight_bits = Selection(inputs=inputs)
+    return traced
+
+
 HEADS = randn(2, 4, 5, C // 4).to(HALF)
 TOKENS = [randn(2, 13, 24), randn(2, 13, 24).cos(), randn(2, 13, 24).sin()]
 NETS: dict[str, Callable[[], Traced]] = {
     "a UNet": lambda: Traced(Net(unet).to(HALF), LATENT, T, PROMPT),
+    "8 bits": in_8_bits,
     "a residual block": lambda: Traced(Net(Net.resnet).to(HALF), LARGE, EMB),
     "two embeddings": lambda: Traced(Net(two_times).to(HALF), LARGE, EMB),
     "queries permuted": lambda: Traced(Net(permuted).to(HALF), PROMPT, HEADS, HEADS),
@@ -263,8 +272,10 @@ PROOFS: dict[str, tuple[str, str]] = {
     "layer_norm after add_layer_norm": ("a UNet", "add_layer_norm"),
     "linear_geglu after geglu": ("a UNet", "linear_geglu"),
     "linear_accumulate after add_layer_norm": ("a UNet", "linear_accumulate"),
-    "linear_layer_norm after layer_norm": ("a UNet", "linear_layer_norm"),
-    "linear_layer_norm after linear_accumulate": ("a UNet", "linear_accumulate"),
+    "eight_bits after layer_norm": ("8 bits", "eight_bits"),
+    "eight_bits after geglu": ("8 bits", "eight_bits"),
+    "eight_bits after linear_accumulate": ("8 bits", "linear_accumulate"),
+    "linear_layer_norm after eight_bits": ("8 bits", "eight_bits"),
     "linear_layer_norm after cleanup": ("a UNet", "linear_layer_norm"),
     "bias_add after narrow_conv": ("a UNet", "+ add_group_norm"),
     "bias_add after group_norm": ("two embeddings", "conv_group_norm"),

@@ -90,5 +90,5 @@ def test_a_rejection_expires_with_calls_only_if_no_generation_is_announced(cache
 def test_keys_differ_in_each_of_their_parts():
     key: Any = PlanKey("signature", 1, "host", "cpu")
     others = [key._replace(**{name: "other"}) for name in PlanKey._fields]
-    assert len({key, *others}) == 5 and key == PlanKey("signature", 1, "host", "cpu")
+    assert len({key, *others}) == 6 and key == PlanKey("signature", 1, "host", "cpu")
     assert key.model == (1, "host", "cpu") and [each.model == key.model for each in others] == [True] + [False] * 3

@@ -33,7 +33,7 @@ def reference(
     return geglu.reference(linear8.scaled(x, x_scale, weight, weight_scale, bias), gate_first, approximate).to(dtype)
 
 
-@kernel(reference, any_source=True, cuda_sources=(mma_gemm8._SOURCE, *wgmma_gemm8.SOURCES))
+@kernel(reference, any_source=True, cuda_sources=(mma_gemm8._SOURCE, wgmma_gemm8._SOURCE))
 def launch(
     x: Tensor,
     x_scale: Tensor,

@@ -40,7 +40,7 @@ def scaled(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bia
     return y if bias is None else y + bias.to(wide)
 
 
-@kernel(reference, writes=5, any_source=True, cuda_sources=(mma_gemm8._SOURCE, *wgmma_gemm8.SOURCES))
+@kernel(reference, writes=5, any_source=True, cuda_sources=(mma_gemm8._SOURCE, wgmma_gemm8._SOURCE))
 def launch(
     x: Tensor,
     x_scale: Tensor,

@@ -21,7 +21,7 @@ from faulty import Pair, pretend_a_gpu
 from sfast_ext import Config, accelerator, environment
 from sfast_ext.kernels.backend import health, precompile, trial, triton_runtime
 from sfast_ext.plans import graph_pool
-from sfast_ext.runtime import plan_builder
+from sfast_ext.runtime import plan_maker
 from sfast_ext.tools import doctor
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -222,15 +222,15 @@ def pair(stand_in, monkeypatch):
     pool = pretend_a_gpu(monkeypatch)
     monkeypatch.setattr(trial, "unsupported", refusal)
     monkeypatch.setattr(accelerator, "get_ready", lambda runs_on: None)  # the first plan has it tried
-    monkeypatch.setattr(plan_builder, "precompile", lambda graph, device: 0)
+    monkeypatch.setattr(plan_maker, "precompile", lambda graph, device: 0)
     allowed: list[bool] = []
-    passes = plan_builder.run_passes
+    passes = plan_maker.run_passes
 
     def run_passes(graph_module: Any, context: Any) -> Any:
         allowed.append(context.triton)
         return passes(graph_module, context)
 
-    monkeypatch.setattr(plan_builder, "run_passes", run_passes)
+    monkeypatch.setattr(plan_maker, "run_passes", run_passes)
     health.clear()
     with torch.no_grad():
         made = Pair("unet", Config(drop_slower=False))

@@ -1,0 +1,239 @@
+"""Which linear layers are computed with 8-bit integers, by the error of each on the inputs of a call.
+
+The error of a layer is the relative L2 distance of its product, of a sample of its rows, from that of the same values
+not quantised, in float32. Rows are quantised each by itself, so the error of a sample is that of all: of 256 rows it is
+known to a few per cent. The first row of an image is always among them.
+
+What the two limits are: for values with a normal distribution, a row of 1,280 has a largest magnitude of 3.4 standard
+deviations, so rounding to 127 steps moves it by 0.8 %, and the product of two such operands by 1.1 %. `LIMIT` is what
+some outliers in a row add to that. A layer above it would contribute more noise than 20 of the others. The whole is
+judged by the plan's result, see `runtime.verify`. If that is too far from the original's, the worst tenth of the layers
+is kept as well (`Selection.tighten`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.nn import functional as F
+
+from sfast_ext.kernels.backend import registry
+from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
+from sfast_ext.kernels.pointwise import geglu
+from sfast_ext.reasons import Reason
+
+from .rewrite import is_weight
+
+LIMIT = 0.05
+"""Of the error of a layer."""
+TIGHTENED = 0.1
+"""Of the layers, that many more are kept by `tighten`."""
+SAMPLE = 256
+"""Rows of a layer that are measured."""
+GAIN = 0.9
+"""Of the error, that much at most is left if a rotation is to pay."""
+GROUPS = (256, 128, 64)
+"""How many neighbours may be rotated; the first that divides a row is taken."""
+
+
+class Errors(NamedTuple):
+    """The errors of a layer without and with a rotation."""
+
+    plain: float
+    rotated: float
+    group: int
+    """Of the rotation; 0 if no group divides a row."""
+
+    @property
+    def least(self) -> float:
+        """That of the better way; NaN if neither is a number."""
+        return min((e for e in (self.plain, self.rotated) if not math.isnan(e)), default=math.nan)
+
+
+@dataclass
+class Selection:
+    """Which layers of a model are quantised, the same for all of its plans.
+
+    Attributes:
+        errors: of the layers that were measured, by name.
+        kept: those that stay in half precision.
+        obstacle: why the last plan has no such layer; None if it has.
+        elsewhere_too: whether plans of other calls have none either, for that reason.
+        for_good: whether that stays so.
+        room: bytes that the second copy of weights may take; None if that does not matter.
+        inputs: of the call whose plan is made.
+    """
+
+    errors: dict[str, Errors] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+    obstacle: Reason | None = None
+    elsewhere_too: bool = False
+    for_good: bool = False
+    room: int | None = None
+    inputs: Sequence[Any] = ()
+
+    @contextlib.contextmanager
+    def on(self, inputs: Sequence[Any], room: int | None) -> Iterator[None]:
+        """Within, a plan is made of a call with these inputs."""
+        self.inputs, self.room, self.obstacle = inputs, room, None
+        self.elsewhere_too = self.for_good = False
+        try:
+            yield
+        finally:
+            self.inputs = ()
+
+    def decline(self, obstacle: Reason, *, elsewhere_too: bool = True, for_good: bool = False) -> int:
+        """The plan has no such layer. Returns 0."""
+        self.obstacle, self.elsewhere_too, self.for_good = obstacle, elsewhere_too, for_good
+        return 0
+
+    def learn(self, errors: dict[str, Errors]) -> None:
+        """These layers were measured."""
+        self.errors.update(errors)
+        # NaN is above any limit
+        self.kept.update(name for name, error in errors.items() if not error.least <= LIMIT)
+
+    def group(self, name: str, may_rotate: bool) -> int:
+        """How many neighbours of a layer's rows are rotated.
+
+        Args:
+            may_rotate: whether a rotation costs nothing else. If not, the layer is rotated only if it is above the
+                limit without.
+        """
+        plain, rotated, group = self.errors[name]
+        if plain <= LIMIT:
+            return group if may_rotate and rotated <= GAIN * plain else 0
+        return group if rotated < plain else 0
+
+    def tighten(self) -> bool:
+        """Keep further layers, the worst first. Returns whether any are left."""
+        left = sorted((name for name in self.errors if name not in self.kept), key=lambda n: -self.errors[n].least)
+        self.kept.update(left[: math.ceil(TIGHTENED * len(self.errors))])
+        return len(self.kept) < len(self.errors)
+
+    def listed(self) -> list[tuple[str, float]]:
+        """The layers that are kept, with their errors, the worst first."""
+        found = [(name, self.errors[name].least) for name in self.kept]
+        return sorted(found, key=lambda each: (-math.inf if math.isnan(each[1]) else -each[1], each[0]))
+
+
+class Layer(NamedTuple):
+    """A product whose operands may be quantised."""
+
+    name: str
+    x: fx.Node
+    weight: Tensor
+
+
+def measured(gm: fx.GraphModule, layers: Sequence[Layer], inputs: Sequence[Any]) -> dict[str, Errors]:
+    """The errors of layers on the inputs of the graph. Waits for the device once.
+
+    The graph runs once, operation by operation and up to the last of the layers, with PyTorch's operations in the
+    place of kernels, which are not compiled yet.
+    """
+    waiting: dict[fx.Node, list[Layer]] = {}
+    for layer in layers:
+        waiting.setdefault(layer.x, []).append(layer)
+    found: list[Tensor] = []
+    names: list[tuple[str, int]] = []
+
+    def seen(node: fx.Node, value: Any) -> bool:
+        for layer in waiting.pop(node, ()):
+            group = next((g for g in GROUPS if layer.weight.shape[1] % g == 0), 0)
+            found.append(errors_of(value, layer.weight, group))
+            names.append((layer.name, group))
+        return bool(waiting)
+
+    device = layers[0].weight.device
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        run(gm, inputs, seen)
+    values = torch.stack(found).tolist() if found else []
+    return {name: Errors(pair[0], pair[1], group) for (name, group), pair in zip(names, values, strict=True)}
+
+
+def errors_of(x: Tensor, weight: Tensor, group: int) -> Tensor:
+    """[error, error with a rotation of `group`] of the product of x (..., K) and weight (N, K)."""
+    rows = x.reshape(-1, x.shape[-1])
+    count = min(SAMPLE, len(rows))
+    sample = rows[torch.arange(count, device=x.device) * len(rows) // count].float()
+    wide = weight.float()
+    exact = F.linear(sample, wide)
+    plain = distance(F.linear(rounded(sample), rounded(wide)), exact)
+    if not group:
+        return torch.stack([plain, plain])
+    turn = hadamard(group, x.device)
+    sample, wide = ((t.unflatten(-1, (-1, group)) @ turn).flatten(-2) for t in (sample, wide))
+    return torch.stack([plain, distance(F.linear(rounded(sample), rounded(wide)), exact)])
+
+
+def distance(y: Tensor, exact: Tensor) -> Tensor:
+    """The relative L2 distance; the absolute one from zeros."""
+    norm = torch.linalg.vector_norm(exact)
+    away = torch.linalg.vector_norm(y - exact)
+    return torch.where(norm == 0, away, away / norm)
+
+
+def rounded(rows: Tensor) -> Tensor:
+    """What rows are once they are quantised; NaN for a row that holds a value that is not finite."""
+    scale = rows.abs().amax(-1, keepdim=True) / 127
+    scale = torch.where(scale == 0, 1.0, scale)
+    return (rows / scale).round().mul_(scale)
+
+
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """The orthonormal Walsh-Hadamard matrix."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix / size**0.5).to(device)
+
+
+def run(gm: fx.GraphModule, inputs: Iterable[Any], seen: Callable[[fx.Node, Any], bool]) -> None:
+    """Runs a graph until `seen`, which is given each node and its value, returns False."""
+    given = iter(inputs)
+    values: dict[fx.Node, Any] = {}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        for source in node.all_input_nodes:
+            last[source] = node
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            return
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            values[node] = node.meta["weight"].tensor if is_weight(node) else getattr(gm, node.target)
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = plain(node.target)(*args, **kwargs)
+        if not seen(node, values[node]):
+            return
+        for source in node.all_input_nodes:
+            if last[source] is node and source.op != "get_attr":
+                del values[source]
+
+
+def plain(target: Any) -> Callable[..., Any]:
+    """What a node calls, without a kernel of this project. The references of products are in float32, which takes a
+    GPU several times as long."""
+    kernel = registry.of(target)
+    if kernel is linear_geglu.launch:
+        return _linear_geglu
+    if kernel is linear_accumulate.launch:
+        return _linear_accumulate
+    return target if kernel is None else kernel.reference
+
+
+def _linear_geglu(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any, **more: Any) -> Tensor:
+    return geglu.reference(F.linear(x, weight, bias), *options, **more)
+
+
+def _linear_accumulate(x: Tensor, weight: Tensor, out_sum: Tensor) -> Tensor:
+    return F.linear(x, weight) + out_sum

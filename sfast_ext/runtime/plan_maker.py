@@ -1,0 +1,75 @@
+"""Makes a plan of a captured forward: its graph after all passes, on the weights of the arena."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import fx
+
+from sfast_ext import environment
+from sfast_ext.call_signature import Call
+from sfast_ext.capture.capture import Captured
+from sfast_ext.config import Config
+from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend.precompile import precompile
+from sfast_ext.kernels.backend.triton_runtime import without_triton
+from sfast_ext.kernels.group_norm import group_norm
+from sfast_ext.passes import PassContext, run_passes
+from sfast_ext.passes.eight_bits_selection import Selection
+from sfast_ext.passes.layout_time import channels_last_pays
+from sfast_ext.plans.graph_facts import peak_bytes
+from sfast_ext.plans.plan import Plan
+from sfast_ext.report import at
+from sfast_ext.weights.arena import WeightArena
+
+
+def make_plan(
+    captured: Captured,
+    call: Call,
+    arena: WeightArena,
+    device: torch.device,
+    config: Config,
+    selection: Selection | None = None,
+) -> Plan:
+    """The plan of a captured forward: its graph after all passes, with the kernels that device and config allow.
+
+    Args:
+        selection: which layers are computed with 8-bit integers; None: none are.
+    """
+    at("choice of kernels")
+    # passes may read weights
+    arena.order.plan()
+    graph = captured.graph_module.graph
+    triton = _uses_triton(graph, device, config)
+    # Values may live longer in the original forward, whose variables keep them, but no shorter.
+    most = peak_bytes(graph) if config.rare_calls else None
+    context = PassContext(arena, device, triton, faster_sums=config.faster_sums, most_bytes=most)
+    context.eight_bits = selection
+    if device.type == "cuda" and not context.supported(group_norm.launch):
+        context.channels_last = arena.memoize("channels last", lambda: channels_last_pays(graph, device))
+    fused = run_passes(captured.graph_module, context)
+    with contextlib.nullcontext() if triton else without_triton():
+        # needs shapes, which the plan removes from the graph
+        precompile(graph, device)
+    at("binding of weights")
+    tree, strides = captured.output_tree, captured.output_strides
+    plan = Plan(call, captured.graph_module, tree, strides, device, fused, triton=triton)
+    plan.edits = captured.edits
+    if plan.banks and plan.pool is not None:
+        # what is short of memory finds them there
+        plan.pool.spare.add(arena.banks)
+    return plan
+
+
+def _uses_triton(graph: fx.Graph, device: torch.device, config: Config) -> bool:
+    if not config.triton or (not config.cuda_graphs and nvrtc.supported(device)):
+        # without a CUDA graph the CPU launches: Triton in 40 us, the driver in 10 (docs/engineering-log/launches.md)
+        return False
+    return environment.triton_runs_on(device) and environment.triton_refusal(device, *_dtypes(graph)) is None
+
+
+def _dtypes(graph: fx.Graph) -> set[torch.dtype]:
+    """The dtypes of all values of a captured graph."""
+    found = (node.meta.get("val") for node in graph.nodes)
+    return {val.dtype for val in found if isinstance(val, torch.Tensor)}

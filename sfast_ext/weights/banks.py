@@ -1,0 +1,128 @@
+"""Banks: the weights of linear layers as 8-bit integers, next to the half-precision weights that they are made of.
+
+A bank is written by the plans that read it, at the start of each run (`kernels.eight_bits.quantise_weights`), from the
+live tensors of the arena: rows whose digest changed are quantised again. So a bank holds no values that nobody checks,
+and whatever changes a live tensor reaches it at the next run. The module knows nothing of it.
+
+All plans of a model share the banks of its weights. A bank is freed with the last plan that reads it. While the host
+has the weights elsewhere, its memory is given back as well (`vacate`), and `occupy` allocates it again without values:
+its digests are those of no row.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from sfast_ext.weights.weight import Weight
+
+
+@dataclass(eq=False)
+class Bank:
+    """A weight as 8-bit integers.
+
+    Attributes:
+        weight: what it is made of.
+        group: so many neighbours of a row are rotated, 0: none.
+        rows: (N, K) in int8.
+        scales: (N,) in float32.
+        digests: (N,) in int64, of the rows of the weight that `rows` were made of; 0: of none.
+    """
+
+    weight: Weight
+    group: int
+    rows: torch.Tensor
+    scales: torch.Tensor
+    digests: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Its tensors. Plans hold these objects: their memory is exchanged, never the objects."""
+        return self.rows, self.scales, self.digests
+
+    @property
+    def bytes(self) -> int:
+        """What it takes while it has memory."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+
+class Banks:
+    """The banks of a model's weights, by weight and group. They live as long as a plan holds them."""
+
+    def __init__(self) -> None:
+        self._banks: weakref.WeakValueDictionary[tuple[int, int], Bank] = weakref.WeakValueDictionary()
+        self.vacant = False
+        """Whether they have no memory. No plan may run before `occupy`."""
+
+    def get(self, weight: Weight, group: int) -> Bank:
+        """The bank of a weight in half precision, (N, K).
+
+        Raises:
+            torch.cuda.OutOfMemoryError: there is no room for a new one.
+        """
+        bank = self._banks.get((id(weight), group))
+        # a weight that is gone may have had the same number
+        if bank is None or bank.weight is not weight:
+            live = weight.tensor
+            with torch.inference_mode(False), torch.no_grad():
+                made = [torch.empty(size, dtype=dtype, device=live.device) for size, dtype in _layout(live.shape)]
+                made[2].zero_()
+            bank = self._banks[id(weight), group] = Bank(weight, group, *made)
+        return bank
+
+    def missing(self, weights: Iterable[Weight]) -> int:
+        """The bytes of the banks of weights that have none yet."""
+        known = {id(bank.weight) for bank in self._banks.values()}
+        wanted = {id(weight): weight.tensor.shape for weight in weights if id(weight) not in known}
+        return sum(math.prod(size) * dtype.itemsize for shape in wanted.values() for size, dtype in _layout(shape))
+
+    def vacate(self) -> None:
+        """Free their memory. Tensors keep shape, dtype and device. No plan may be running."""
+        with torch.inference_mode(False), torch.no_grad():
+            banks = list(self._banks.values())
+            for device in {bank.rows.device for bank in banks if bank.rows.is_cuda}:
+                # the last launch may still read it
+                torch.cuda.synchronize(device)
+            for bank in banks:
+                self.vacant = True
+                for tensor in bank.tensors:
+                    tensor.data = torch.zeros((1,), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+    def occupy(self) -> None:
+        """Allocate the memory again. The next run of a plan fills it.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: there is no room; they stay without memory.
+        """
+        if not self.vacant:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            banks = list(self._banks.values())
+            made = [[torch.empty_like(x, memory_format=torch.contiguous_format) for x in b.tensors] for b in banks]
+            for bank, tensors in zip(banks, made, strict=True):
+                tensors[2].zero_()
+                for tensor, memory in zip(bank.tensors, tensors, strict=True):
+                    tensor.data = memory
+        self.vacant = False
+
+    def __len__(self) -> int:
+        return len(self._banks)
+
+    @property
+    def bytes(self) -> int:
+        """What they take on the device, or are going to take again."""
+        return total(self._banks.values())
+
+
+def total(banks: Iterable[Bank]) -> int:
+    """The bytes of banks, each counted once."""
+    return sum(bank.bytes for bank in {id(bank): bank for bank in banks}.values())
+
+
+def _layout(shape: torch.Size) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    rows = torch.Size(shape[:1])
+    return (shape, torch.int8), (rows, torch.float32), (rows, torch.int64)

@@ -1,0 +1,28 @@
+"""The kernels of 8-bit integers and those around them, as if they could be launched on the device of a test; what runs
+is their references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sfast_ext.kernels.backend.registry import Kernel
+from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
+from sfast_ext.kernels.pointwise import add_layer_norm, geglu, layer_norm
+from sfast_ext.passes.eight_bits import KERNELS
+
+AROUND = (add_layer_norm.launch, layer_norm.launch, geglu.launch, linear_geglu.launch, linear_accumulate.launch)
+
+
+def available(patch: pytest.MonkeyPatch) -> None:
+    """Until the patch is undone, plans may be made of them."""
+    supported = Kernel.supported
+
+    def there(kernel: Kernel[..., Any], device: torch.device, *, triton: bool) -> bool:
+        if kernel in (*KERNELS, *AROUND):
+            return kernel.enabled(device)
+        return supported(kernel, device, triton=triton)
+
+    patch.setattr(Kernel, "supported", there)

@@ -1,0 +1,531 @@
+"""Plans with 8-bit integers under an accelerator: when they are made, compared, made again and left."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import eight_bit_kernels
+import pytest
+import torch
+from pretended_card import GPU, Card, pretended_card
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sfast_ext import Accelerator, Config, accelerate
+from sfast_ext.kernels.backend import health, nvrtc, triton_runtime
+from sfast_ext.kernels.eight_bits import linear8, quantise_weights
+from sfast_ext.passes import eight_bits_selection
+from sfast_ext.plans.graph_pool import MB, pool_of
+from sfast_ext.plans.plan import Plan
+from sfast_ext.runtime import eight_bits, plan_builder, verify
+
+HALF = torch.bfloat16
+C = 64
+ON = Config(allow_cpu=True, eight_bits=True, tolerance=0.1)
+OFF = Config(allow_cpu=True, tolerance=0.1)
+OOM = torch.cuda.OutOfMemoryError
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(C), nn.LayerNorm(C)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(C, C, bias=False) for _ in range(3))
+        self.to_out, self.ff_in, self.ff_out = nn.Linear(C, C), nn.Linear(C, 8 * C), nn.Linear(4 * C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (f(y).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.to_q, self.to_k, self.to_v))
+        x = self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)) + x
+        value, gate = self.ff_in(self.norm2(x)).chunk(2, dim=-1)
+        return self.ff_out(value * F.gelu(gate)) + x
+
+
+class Net(nn.Module):
+    """Two transformer blocks, whose layers are fit for 8 bits, between layers that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, C), nn.Linear(C, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+LAYERS = 8
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().to(HALF).eval()
+
+
+class On:
+    """A model under an accelerator, and its twin."""
+
+    def __init__(self, config: Config = ON, device: str = "cpu") -> None:
+        self.twin = net()
+        self.ours = copy.deepcopy(self.twin).to(device)
+        self.device = device
+        self.acc: Accelerator = accelerate(self.ours, config)
+        self.seed = 0
+
+    def call(self, rows: int = 256) -> tuple[Tensor, float]:
+        """The result of a call with other values, and how far it is from the twin's."""
+        self.seed += 1
+        x = torch.randn(2, rows // 2, 8, generator=torch.Generator().manual_seed(self.seed)).to(HALF)
+        found, wanted = self.ours(x.to(self.device)).cpu(), self.twin(x)
+        return found, verify.relative_error([found], [wanted])
+
+    def error(self, rows: int = 256) -> float:
+        return self.call(rows)[1]
+
+    def both(self, change: Callable[[Net], Any]) -> None:
+        change(self.ours)
+        change(self.twin)
+
+    def status(self) -> dict[str, Any]:
+        return self.acc.status()["eight_bits"]
+
+    def count(self, name: str) -> int:
+        return self.acc.report.counter(name)
+
+    def words(self) -> str:
+        return str([event["message"] for event in self.acc.report.as_dict()["events"]])
+
+    @property
+    def plan(self) -> Plan:
+        """The plan used last."""
+        return next(reversed(self.acc.plans.values()))
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    eight_bit_kernels.available(monkeypatch)
+    with torch.no_grad():
+        yield
+    health.clear()
+
+
+def test_layers_are_quantised_and_said() -> None:
+    on = On()
+    on.call()
+    errors = [on.error() for _ in range(3)]
+    # half precision alone is 3e-3 off
+    assert all(0.004 < error < 0.05 for error in errors)
+    told = on.status()
+    assert told["layers"] == LAYERS and told["kept"] == [] and told["reason"] is None
+    # a byte for each value, and 12 for each row
+    assert told["bytes"] == 2 * (16 * C * C + 12 * (3 + 1 + 8 + 1) * C)
+    assert on.count("replays") + on.count("eager_runs") == 3 and on.count("errors") == 0
+    assert on.acc.status()["weights"]["eight_bits_bytes"] == told["bytes"]
+
+
+def test_off_is_exact_and_nothing_is_held() -> None:
+    on = On(OFF)
+    on.call()
+    assert on.error() < 0.01
+    assert on.status() == {"layers": 0, "kept": [], "bytes": 0, "reason": None}
+
+
+def test_requests_switch_it_in_the_middle_of_an_image_and_off_gives_the_exact_bits_again() -> None:
+    on = On(OFF)
+    x = torch.randn(2, 128, 8).to(HALF)
+    on.ours(x)
+    exact = on.ours(x)
+    on.acc.configure(ON)
+    original = on.ours(x)
+    coarse = on.ours(x)
+    assert not torch.equal(coarse, exact) and verify.relative_error([coarse], [original]) < 0.05
+    for _ in range(3):
+        on.acc.configure(OFF)
+        assert torch.equal(on.ours(x), exact)
+        on.acc.configure(ON)
+        assert torch.equal(on.ours(x), coarse)
+    assert on.count("captures") == 2 and len(on.acc.plans) == 2
+
+
+def test_plans_that_nobody_asks_for_any_more_are_dropped_with_their_memory() -> None:
+    on = On()
+    on.acc.new_generation()
+    for _ in range(2):
+        on.call()
+    on.acc.configure(OFF)
+    held = [on.status()["bytes"]]
+    for _ in range(6):
+        on.acc.new_generation()
+        for _ in range(2):
+            on.call()
+        held.append(on.status()["bytes"])
+    assert held[0] == held[2] > 0 and held[-1] == 0
+    assert len(on.acc.plans) == 1
+
+
+def changed(how: str, factor: float) -> Callable[[Net], None]:
+    """Changes a layer as a LoRA does: in place, or by another parameter."""
+
+    def change(m: Net) -> None:
+        layer = m.blocks[1].ff_in
+        if how == "in place":
+            layer.weight.mul_(factor)
+        elif how == "data":
+            layer.weight.data = layer.weight.data * factor
+        elif how == "rows":
+            layer.weight[::3] *= factor
+        else:
+            layer.weight = nn.Parameter(layer.weight.detach() * factor, requires_grad=False)
+
+    return change
+
+
+@pytest.mark.parametrize("generations", [True, False])
+@pytest.mark.parametrize("how", ["in place", "data", "rows", "replaced"])
+def test_a_lora_whose_weight_changes_each_step(how: str, generations: bool) -> None:
+    on = On()
+    if generations:
+        on.acc.new_generation()
+    on.call()
+    before = on.error()
+    for step in range(6):
+        on.both(changed(how, (1.7, 0.4, -1.3)[step % 3]))
+        assert on.error() < 2 * before
+    assert on.count("captures") == 1 and on.status()["layers"] == LAYERS
+
+
+def test_weights_are_asked_for_at_the_first_call_of_a_generation_and_compared_if_they_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = []
+    real = verify.Comparison.difference
+    monkeypatch.setattr(verify.Comparison, "difference", lambda self: compared.append(on.seed) or real(self))
+    on = On()
+    for generation in range(5):
+        on.acc.new_generation()
+        if generation in (2, 4):
+            on.both(changed("in place", 2.0 if generation == 2 else 0.5))
+        for _ in range(3):
+            assert on.error() < 0.05
+    # the first with the plan; the third generation has other weights, the fifth those of the first again
+    assert compared == [1, 7]
+
+
+def test_weights_are_asked_for_now_and_then_without_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eight_bits, "CALLS_BETWEEN_CHECKS", 4)
+    compared = []
+    real = verify.Comparison.difference
+    monkeypatch.setattr(verify.Comparison, "difference", lambda self: compared.append(on.seed) or real(self))
+    on = On()
+    for _ in range(6):
+        on.call()
+    on.both(changed("in place", 2.0))
+    for _ in range(6):
+        assert on.error() < 0.05
+    assert len(compared) == 2
+
+
+def outlier(m: Net) -> None:
+    """Another checkpoint in the place of the first, with values that 8 bits cannot hold."""
+    for block in m.blocks:
+        for norm, layers in ((block.norm1, (block.to_q, block.to_k, block.to_v)), (block.norm2, (block.ff_in,))):
+            norm.weight[3] *= 3000
+            for layer in layers:
+                layer.weight[:, 3] = 0
+                layer.weight.mul_(1.01)
+
+
+def test_another_checkpoint_in_place_has_its_layers_selected_anew() -> None:
+    on = On(Config(allow_cpu=True, eight_bits=True))
+    on.acc.new_generation()
+    for _ in range(3):
+        on.call()
+    assert on.status()["layers"] == LAYERS
+    on.both(outlier)
+    on.acc.new_generation()
+    errors = [on.error() for _ in range(6)]
+    assert max(errors) < 0.04
+    told = on.status()
+    assert 0 < told["layers"] < LAYERS and [name for name, _ in told["kept"]] == sorted(
+        [f"blocks.{i}.{name}" for i in (0, 1) for name in ("ff_in", "to_q+to_k+to_v")],
+        key=lambda name: -dict(told["kept"])[name],
+    )
+    assert all(error > eight_bits_selection.LIMIT for _, error in told["kept"])
+    assert on.count("errors") == 0
+
+
+def test_further_layers_are_kept_if_the_whole_is_too_far_off_and_then_all() -> None:
+    on = On(Config(allow_cpu=True, eight_bits=True, tolerance=1e-9))
+    on.call()
+    # no plan is within such a tolerance
+    assert on.error() == 0 and not on.acc.plans
+    assert on.status()["layers"] == 0 and on.status()["reason"]["code"] == "eight-bits"
+    assert 0 < len(on.status()["kept"]) < LAYERS
+
+
+def test_the_limit_of_the_whole_is_twice_the_tolerance() -> None:
+    on = On()
+    on.call()
+    error = on.plan.error
+    assert error is not None
+    for part, kept_none in ((0.55, True), (0.45, False)):
+        on = On(Config(allow_cpu=True, eight_bits=True, tolerance=part * error))
+        on.call()
+        assert (on.status()["layers"] == LAYERS) == kept_none
+
+
+def test_the_same_layers_for_other_sizes_and_small_ones_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    real = eight_bits_selection.errors_of
+    monkeypatch.setattr(
+        eight_bits_selection, "errors_of", lambda x, w, group: asked.append(x.shape) or real(x, w, group)
+    )
+    on = On()
+    for rows in (256, 512, 128):
+        on.call(rows)
+        on.call(rows)
+    assert len(asked) == LAYERS and len(on.acc.plans) == 3
+    assert [len(plan.banks) for plan in on.acc.plans.values()] == [LAYERS, LAYERS, 0]
+    assert on.error(128) < 0.01 < on.error(512) + 0.005
+    held = {id(bank) for plan in on.acc.plans.values() for bank in plan.banks}
+    assert len(held) == LAYERS
+
+
+def test_a_kernel_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*operands: Any, **options: Any) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(linear8.launch, "function", broken)
+    on = On()
+    on.call()
+    assert on.error() < 0.01 and on.status()["layers"] == 0
+    assert "no kernels" in on.status()["reason"]["text"]
+
+
+def test_an_error_while_layers_are_selected_is_reported_and_the_exact_plan_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*operands: Any) -> None:
+        raise ValueError("injected")
+
+    monkeypatch.setattr(eight_bits_selection, "errors_of", broken)
+    on = On()
+    on.call()
+    assert on.error() < 0.01 and on.count("eager_runs") == 1 and on.count("errors") == 1
+    assert "injected" in on.status()["reason"]["text"]
+
+
+def test_what_did_not_work_is_tried_again_after_some_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(eight_bits_selection, "errors_of", lambda *operands: 1 / 0)
+        on = On()
+        on.acc.new_generation()
+        on.call()
+    for _ in range(4):
+        assert on.status()["reason"] is not None and on.error() < 0.01
+        on.acc.new_generation()
+    on.call()
+    assert on.status()["reason"] is None and on.status()["layers"] == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtypes", "nvrtc_there", "words"),
+    [
+        ((7, 0), {torch.float16}, True, "compute capability 7.0"),
+        ((7, 2), {torch.float16, torch.float32}, True, "compute capability 7.2"),
+        ((7, 5), {torch.float16, torch.bfloat16}, True, "bfloat16"),
+        ((7, 5), {torch.float16}, True, None),
+        ((8, 0), {torch.bfloat16}, True, None),
+        ((8, 6), {torch.float16}, False, "cannot be compiled"),
+        ((9, 0), {torch.float16}, True, None),
+        ((12, 0), {torch.bfloat16}, False, "cannot be compiled"),
+        ((12, 0), {torch.bfloat16}, True, None),
+    ],
+)
+def test_what_a_card_must_have(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtypes: Any, nvrtc_there: bool, words: str | None
+) -> None:
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: capability)
+    monkeypatch.setattr(nvrtc, "supported", lambda device: nvrtc_there)
+    found = eight_bits.unsupported(torch.device("cuda", 0), dtypes)
+    assert (found is None) if words is None else words in str(found)
+
+
+def test_a_card_that_cannot_has_the_exact_plan_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sfast_ext import reasons
+
+    monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: reasons.EIGHT_BITS_CARD("7.0"))
+    on = On(OFF)
+    on.call()
+    on.call()
+    on.acc.configure(ON)
+    # the plan that is there already
+    assert on.error() < 0.01
+    assert on.error() < 0.01 and on.count("captures") == 1 and len(on.acc.plans) == 1
+    assert "7.5 or later" in on.status()["reason"]["text"]
+    for _ in range(10):
+        on.acc.new_generation()
+    assert on.error() < 0.01 and on.count("captures") == 1
+
+
+def test_copies_and_files_of_the_model_have_no_second_copy_of_weights() -> None:
+    on = On()
+    for _ in range(2):
+        on.call()
+    size = sum(p.nbytes for p in on.twin.parameters())
+    for made in (copy.deepcopy(on.ours), pickle.loads(pickle.dumps(on.ours))):
+        held = [t for m in made.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        assert sum(t.nbytes for t in held) == size and {t.dtype for t in held} == {HALF}
+        assert not [t for m in made.modules() for t in vars(m).values() if isinstance(t, Tensor)]
+    assert {name: t.shape for name, t in on.ours.state_dict().items()} == {
+        name: t.shape for name, t in on.twin.state_dict().items()
+    }
+
+
+def test_a_release_frees_everything() -> None:
+    on = On()
+    for _ in range(2):
+        on.call()
+    banks = on.acc.arena.banks
+    assert len(banks) == LAYERS
+    on.acc.release()
+    gc.collect()
+    assert len(banks) == 0
+    assert all(torch.equal(a, b) for a, b in zip(on.ours.parameters(), on.twin.parameters()))
+
+
+# --- on a card ---
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
+    monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
+    with pretended_card(monkeypatch, 64 * MB) as found:
+        yield found
+        assert not found.faults
+
+
+CARD = Config(triton=False, eight_bits=True, tolerance=0.1)
+
+
+def test_memory_that_goes_to_the_host_and_comes_back(card: Card) -> None:
+    on = On(CARD, "cuda")
+    for _ in range(3):
+        on.call()
+    assert on.status()["layers"] == LAYERS and on.plan.has_graph
+    held = on.status()["bytes"]
+    for _ in range(3):
+        on.ours.to("cpu")
+        before = card.allocated
+        assert on.acc.give_memory_back()
+        gc.collect()
+        assert before - card.allocated > 0.9 * held and on.status()["bytes"] == 0
+        assert on.acc.vacant_bytes > held
+        on.both(changed("in place", 1.5))
+        on.ours.to("cuda")
+        for _ in range(3):
+            assert on.error() < 0.05
+        assert on.status()["bytes"] == held and on.acc.vacant_bytes == 0
+    assert on.count("captures") == 1
+
+
+def test_what_is_short_of_memory_finds_the_second_copy(card: Card) -> None:
+    on = On(CARD, "cuda")
+    for _ in range(3):
+        on.call()
+    held = on.status()["bytes"]
+    assert pool_of(GPU).holds_memory
+    pool_of(GPU).make_room(on.acc.report)
+    assert on.status()["bytes"] == 0 and not pool_of(GPU).holds_memory
+    for _ in range(3):
+        assert on.error() < 0.05
+    assert on.status()["bytes"] == held and on.count("captures") == 1
+
+
+def test_an_original_that_runs_out_of_memory_gets_that_of_the_second_copy(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = On(CARD, "cuda")
+    on.acc.configure(Config(triton=False, eight_bits=True, tolerance=0.1, cuda_graphs=False))
+    for _ in range(2):
+        on.call()
+    assert on.status()["bytes"] and not len(pool_of(GPU))
+    forward, short = Block.forward, [True]
+
+    def once(self: Block, x: Tensor) -> Tensor:
+        if short and short.pop():
+            raise OOM("CUDA out of memory")
+        return forward(self, x)
+
+    monkeypatch.setattr(Block, "forward", once)
+    on.call(512)
+    assert not short and on.count("out_of_memory") == 1
+    for _ in range(2):
+        assert on.error() < 0.05
+
+
+def test_too_little_memory_for_the_second_copy(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = plan_builder._bytes(net())
+    monkeypatch.setattr(plan_builder, "_room", lambda device: 0.4 * weights)
+    on = On(CARD, "cuda")
+    on.call()
+    assert on.error() < 0.01 and on.count("replays") == 1
+    assert "too little memory" in on.status()["reason"]["text"] and on.status()["bytes"] == 0
+    monkeypatch.setattr(plan_builder, "_room", lambda device: 2 * weights)
+    for _ in range(4):
+        on.acc.new_generation()
+        on.call()
+    on.call()
+    assert on.status()["layers"] == LAYERS
+
+
+@pytest.mark.parametrize("at", ["bank", "error"])
+def test_memory_that_ends_while_the_plan_is_made(card: Card, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    def short(*operands: Any) -> None:
+        raise OOM("CUDA out of memory")
+
+    if at == "bank":
+        monkeypatch.setattr(type(On(CARD, "cuda").acc.arena.banks), "get", short)
+    else:
+        monkeypatch.setattr(eight_bits_selection, "errors_of", short)
+    on = On(CARD, "cuda")
+    on.call()
+    assert on.error() < 0.01 and on.count("errors") == 0
+    assert "too little memory" in on.status()["reason"]["text"]
+
+
+def test_memory_that_is_gone_when_the_weights_come_back(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    on = On(CARD, "cuda")
+    for _ in range(2):
+        on.call()
+    on.ours.to("cpu")
+    assert on.acc.give_memory_back()
+    on.ours.to("cuda")
+
+    def short(self: Any) -> None:
+        raise OOM("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(on.acc.arena.banks), "occupy", short)
+        # the call is bypassed, and the next has a plan without 8 bits
+        assert on.error() < 0.01
+    for _ in range(3):
+        assert on.error() < 0.01
+    assert on.count("errors") == 0 and "too little memory" in on.status()["reason"]["text"]
+
+
+def test_weights_are_quantised_in_each_replay(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    on = On(CARD, "cuda")
+    for _ in range(3):
+        on.call()
+    monkeypatch.setattr(quantise_weights.launch, "function", lambda *operands: 1 / 0)
+    on.both(changed("in place", -1.7))
+    # by the graph alone
+    assert on.error() < 0.05
