@@ -220,7 +220,7 @@ def put_back(w: World, rng: random.Random) -> None:
     by_data = how != "parameter" and rng.random() < 0.5
     _, tied_paths, _ = tensors_of(w.twin)[id(w.twin.get_parameter(path))]
     if how == "data" and len(tied_paths) > 1:
-        # its data in another object would leave two weights in one memory, which is not followed: docs/limits.md
+        # its data in another object would leave two weights in one memory, which is not followed: docs/features.md
         by_data = True
     w.both(replace)
     w.check()

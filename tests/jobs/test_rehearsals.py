@@ -20,6 +20,7 @@ from sfast_ext.hosts.a1111 import adapter
 from sfast_ext.jobs import measurements, rehearsal
 from sfast_ext.report import Report
 from sfast_ext.ui.requests import Refused, Wanted, from_text
+from sfast_ext.weights.host_order import HostOrder
 
 LONG = 60.0
 
@@ -192,6 +193,34 @@ def test_measured_in_turns_and_kept_without_a_name(host, cache):  # noqa: F811
     a1111().rehearsals.measure(from_text("64x64", "1"))
     job = ended(a1111())
     assert job["state"] == "done" and "not kept" in job["message"] and job["rows"][0]["ready"]
+
+
+def test_no_measured_call_lays_weights_out(host, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(rehearsal, "ROUNDS", 2)
+    started(host)
+    host.generate(steps=3)
+    moved, during = [], []
+    for way in ("_to_host", "_to_plans"):
+        real = getattr(HostOrder, way)
+
+        def seen(order, given, real=real):
+            before = order.changed
+            result = real(order, given)
+            moved.append(order.changed != before)
+            return result
+
+        monkeypatch.setattr(HostOrder, way, seen)
+
+    def timed(run, device, times):
+        before = sum(moved)
+        run()
+        during.append(sum(moved) - before)
+        return 1.0
+
+    monkeypatch.setattr(rehearsal, "milliseconds", timed)
+    a1111().rehearsals.measure(from_text("64x64", "1"))
+    assert ended(a1111())["state"] == "done"
+    assert sum(moved) >= 3 and during == [0, 0, 0, 0]
 
 
 def test_the_last_measurements_are_kept(tmp_path, monkeypatch):

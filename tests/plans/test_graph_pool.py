@@ -100,7 +100,7 @@ def test_out_of_memory_while_capturing_evicts_and_then_gives_up(pool, monkeypatc
         capture(pool, work(30), gone)
 
 
-@pytest.mark.skipif(not hasattr(torch.Generator, "graphsafe_set_state"), reason="torch before 2.4: see docs/limits.md")
+@pytest.mark.skipif(not hasattr(torch.Generator, "graphsafe_set_state"), reason="torch before 2.4: docs/features.md")
 def test_another_thread_may_draw_random_numbers_while_a_graph_is_captured(pool):
     torch.cuda.manual_seed(1)
     expected = torch.randn(5, device="cuda")

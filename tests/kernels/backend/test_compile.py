@@ -77,6 +77,7 @@ VERSION = triton_compiler.version() if triton_runtime.AVAILABLE else (3, 0)
 CAPABILITIES = triton_compiler.capabilities(VERSION)
 # of which some instructions are known: older versions of Triton have other ways to the same end
 KNOWN = VERSION >= (3, 3)
+SCALAR = "a thread moves less than 16 bytes at once: is the size that divides by 16 in MULTIPLES, and no flat count?"
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,7 @@ def test_compiles(name, capability):
     ptx = _compile(*KERNELS[name], capability, "*fp16")
     # whole tiles move 16 bytes a thread and access
     words = _words(name)
-    assert not KNOWN or re.search(rf"ld\.global\S*\.v{words}\.b32", ptx)
+    assert not KNOWN or re.search(rf"ld\.global\S*\.v{words}\.b32", ptx), SCALAR
     assert not KNOWN or name.endswith("statistics") or re.search(rf"st\.global\S*\.v{words}\.b32", ptx)
 
 
@@ -135,7 +136,7 @@ def test_compiles(name, capability):
 def test_compiles_other_dtypes(name, dtype):
     words = 4 if dtype == "*fp32" else _words(name)
     ptx = _compile(*KERNELS[name], 90, dtype)
-    assert not KNOWN or f".v{words}.b32" in ptx
+    assert not KNOWN or f".v{words}.b32" in ptx, SCALAR
 
 
 @pytest.mark.parametrize("capability", FAR_APART)
