@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,10 @@ def test_each_kernel_is_watched() -> None:
 def test_each_file_of_kernels_is_run() -> None:
     found = runner.files()
     assert {"conv/test_conv2d.py", "linear/test_mma_gemm.py"} <= set(found) and len(found) > 15
-    assert runner.files("mma_gemm") == ["eight_bits/test_mma_gemm8.py", "linear/test_mma_gemm.py"]
+    assert runner.files("linear/test_mma_gemm") == ["linear/test_mma_gemm.py"]
+    # a word of `LARGE` in the path of a file would leave out, or select, all its tests
+    assert not any(word in file for file in found for word in re.findall(r"\w+_bits", runner.LARGE))
+    assert re.findall(r"\w+_bits", runner.LARGE)
 
 
 def test_without_the_sanitizer_it_says_where_it_comes_from(monkeypatch, capsys) -> None:

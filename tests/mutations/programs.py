@@ -111,6 +111,16 @@ MUTATIONS = [
         (_EIGHT + "test_what_it_refuses",),
     ),
     Mutation(
+        "8 bits of other operands than were asked about", "kernels/eight_bits/wgmma_gemm8.py",
+        "require(accepts(x, x_scale, weight, weight_scale, bias, residual, dtype))", "pass",
+        (_EIGHT + "test_nothing_is_launched_that_it_refuses",),
+    ),
+    Mutation(
+        "GEGLU of 8 bits with another approximation", "kernels/eight_bits/wgmma_gemm8.py",
+        'require(None if approximate in ("none", "tanh") else "another approximation")', "pass",
+        (_EIGHT + "test_nothing_is_launched_that_it_refuses",),
+    ),
+    Mutation(
         "a weight of 8 bits that is read early", "kernels/eight_bits/wgmma_gemm8.py",
         "_NAMES, variants, hopper=True", '_NAMES, variants, ("weight",), hopper=True',
         (_EIGHT + "test_nothing_is_read_before_the_wait",),

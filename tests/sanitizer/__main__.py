@@ -23,7 +23,7 @@ from sfast_ext import kernels
 ROOT = Path(__file__).resolve().parents[2]
 MEMCHECK = "memcheck"
 TOOLS = (MEMCHECK, "racecheck", "synccheck")
-LARGE = "_bits"
+LARGE = "(31_bits or 32_bits)"
 # a capture cannot allocate where torch keeps no memory
 CAPTURES = "in_a_cuda_graph"
 PLACES = ("/usr/local/cuda/bin",)

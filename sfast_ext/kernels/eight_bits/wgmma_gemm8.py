@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend.registry import require
 from sfast_ext.kernels.backend.triton_runtime import (
     HALF,
     INTERPRETED,
@@ -165,8 +166,10 @@ def linear(
         tile: one of `tiles`, by default the first.
 
     Raises:
+        Declined: it does not accept them.
         Unavailable: the kernel cannot be compiled or loaded.
     """
+    require(accepts(x, x_scale, weight, weight_scale, bias, residual, dtype))
     out = residual
     if out is None:
         out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=dtype, device=x.device)
@@ -194,6 +197,8 @@ def geglu(
 
     gate_first, approximate: see `geglu.reference` of `kernels.pointwise`. tile and errors: as of `linear`.
     """
+    require(accepts(x, x_scale, weight, weight_scale, bias, None, dtype, geglu=True))
+    require(None if approximate in ("none", "tanh") else "another approximation")
     out = torch.empty((*x.shape[:-1], weight.shape[0] // 2), dtype=dtype, device=x.device)
     chosen = tile or tiles(x, weight, geglu=True)[0]
     given = constants(chosen, x.dtype, dtype, GEGLU, gate_first, approximate)
@@ -309,3 +314,4 @@ def _prepared(
 _NAMES = ("out", "x", "x_scale", "weight", "weight_scale", "bias", "residual")
 # a plan writes the weight too, so nothing is read before the wait
 _SOURCE = nvrtc.Source("wgmma_gemm8", _prepared, _NAMES, variants, hopper=True)
+SOURCES = (_SOURCE,)

@@ -9,6 +9,7 @@ import torch
 
 from sfast_ext.kernels.backend import nvrtc, triton_runtime
 from sfast_ext.kernels.backend.cuda_libraries import Bindings
+from sfast_ext.kernels.backend.registry import Declined
 from sfast_ext.kernels.eight_bits import wgmma_gemm8 as kernel
 from sfast_ext.kernels.eight_bits.wgmma_gemm8 import GEGLU, KINDS, PLAIN, RESIDUAL, TILES
 
@@ -102,6 +103,28 @@ def test_what_else_it_refuses(monkeypatch):
     assert refused(*most, bias)
 
 
+def test_nothing_is_launched_that_it_refuses(launched):
+    """Also by a caller that has not asked, or not for all of it."""
+    *most, bias, residual = operands((300,), 24)
+    refused_ = [
+        lambda: kernel.linear(*most, bias, residual, torch.bfloat16),
+        lambda: kernel.linear(*most, bias, None, torch.bfloat16),
+        lambda: kernel.linear(*most, None, residual[:, :16]),
+        lambda: kernel.linear(*most[:3], most[3][:8], bias),
+        lambda: kernel.geglu(*most, bias),  # 12 columns
+        lambda: kernel.geglu(*operands((300,), 32)[:5], dtype=torch.bfloat16),
+        lambda: kernel.geglu(*operands((300,), 32)[:5], approximate="sigmoid"),
+    ]
+    with triton_runtime.dry_run(GPU):
+        for call in refused_:
+            with pytest.raises(Declined):
+                call()
+        assert not launched
+        kernel.linear(*most, bias, residual)
+        kernel.geglu(*operands((300,), 32)[:5])
+    assert len(launched) == 2
+
+
 def test_memory_that_it_refuses(monkeypatch):
     """Of tensors with memory, taken for a GPU's."""
     monkeypatch.setattr(kernel, "supported", lambda device: True)
@@ -149,15 +172,16 @@ def test_what_the_kernel_is_told(monkeypatch, launched, columns, tile, epilogue)
     """Boxes that fill a tile, of rows as wide as their swizzle; as many blocks as there are tiles, or fit."""
     monkeypatch.setattr(nvrtc, "tensor_map", lambda *args: args)
     geglu = epilogue == GEGLU
-    x, x_scale, weight, weight_scale, bias, residual = operands((3, 700), 2 * columns if geglu else columns, 200)
-    if geglu:
-        result = kernel.geglu(x, x_scale, weight, weight_scale, bias, True, "tanh", torch.bfloat16, tile=tile)
-    else:
-        added = residual if epilogue == RESIDUAL else None
-        result = kernel.linear(x, x_scale, weight, weight_scale, bias, added, torch.bfloat16, tile=tile)
-        assert added is None or result is added
+    of_weight, dtype = 2 * columns if geglu else columns, torch.bfloat16 if geglu else torch.float16
+    x, x_scale, weight, weight_scale, bias, residual = operands((3, 700), of_weight, 208, dtype=dtype)
+    with triton_runtime.dry_run(GPU):
+        if geglu:
+            result = kernel.geglu(x, x_scale, weight, weight_scale, bias, True, "tanh", dtype, tile=tile)
+        else:
+            added = residual if epilogue == RESIDUAL else None
+            result = kernel.linear(x, x_scale, weight, weight_scale, bias, added, dtype, tile=tile)
+            assert added is None or result is added
     (grid, given, constants) = launched.pop()
-    dtype = torch.float16 if epilogue == RESIDUAL else torch.bfloat16
     assert result.shape == (3, 700, columns) and result.dtype == dtype
     assert constants == kernel.constants(tile, torch.int8, dtype, epilogue, geglu, "tanh" if geglu else "none")
     (of_out, of_x, of_weight, of_residual, *vectors, steps, rows, width, down, across), threads, shared = (
@@ -168,8 +192,8 @@ def test_what_the_kernel_is_told(monkeypatch, launched, columns, tile, epilogue)
     chunk = 32 if out % 32 == 0 else 16
     assert of_out == (result, [columns, 2100], [2 * columns], [chunk, 64]) and out % chunk == 0
     assert of_residual[0] is result and of_residual[1:] == of_out[1:]
-    assert of_x[0] is x and of_x[1:] == ([200, 2100], [200], [128, 128])
-    assert of_weight == (weight, [200, weight.shape[0]], [200], [128, tile.width // 2])
+    assert of_x[0] is x and of_x[1:] == ([208, 2100], [208], [128, 128])
+    assert of_weight == (weight, [208, weight.shape[0]], [208], [128, tile.width // 2])
     assert (steps.value, rows.value, width.value) == (2, 2100, columns)
     assert (down.value, across.value) == (-(-17 // tile.pair), -(-columns // out))
     assert grid == (min(down.value * across.value, 132 // tile.pair) * tile.pair,)

@@ -221,9 +221,9 @@ def test_nothing_else_is_written(tile):
 def test_results_repeat():
     for tile in TILES:
         *given, residual = operands(4000, 1288, 1296, torch.int8, torch.bfloat16)
-        first = kernel.linear(*given, residual.clone(), tile=tile)
+        first = kernel.linear(*given, residual.clone(), torch.bfloat16, tile=tile)
         for _ in range(20):
-            assert torch.equal(kernel.linear(*given, residual.clone(), tile=tile), first)
+            assert torch.equal(kernel.linear(*given, residual.clone(), torch.bfloat16, tile=tile), first)
 
 
 def test_leading_dimensions_and_strides():
@@ -238,7 +238,7 @@ def test_leading_dimensions_and_strides():
     near(kernel.linear(*some, weight, weight_scale, bias), wanted.view(6, 40, 72)[:, ::2])
 
 
-def test_in_a_graph_that_begins_kernels_early():
+def test_in_a_cuda_graph_whose_kernels_begin_early():
     """Each result is the next one's residual, and the weight and the scales are written in the graph."""
     x, x_scale, weight, weight_scale, bias, residual = operands(2048, 640, 640, torch.int8, torch.float16)
     made = [torch.zeros_like(t) for t in (x, x_scale, weight, weight_scale)]
@@ -271,6 +271,7 @@ def test_in_a_graph_that_begins_kernels_early():
         assert torch.equal(total, wanted)
 
 
+@pytest.mark.gpu(gigabytes=40)
 def test_beyond_32_bits():
     x, x_scale, weight, weight_scale, bias, _ = operands(140000, 16384, 64, torch.int8, torch.float16)
     y = kernel.linear(x, x_scale, weight, weight_scale, bias)  # 2.3e9 values
