@@ -1,0 +1,114 @@
+"""What keeps codes of 8 bits from being those of other weights."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+_WEIGHTS = "kernels/eight_bits/quantise_weights.py"
+_ROWS = "kernels/eight_bits/quantise_rows.py"
+_TEST = "kernels/eight_bits/test_quantise_weights.py::"
+_ROWS_TEST = "kernels/eight_bits/test_quantise_rows.py::"
+_PLAN = "plans/test_quantised_weights.py::"
+
+MUTATIONS = [
+    Mutation(
+        "rows that changed, by PyTorch", _WEIGHTS,
+        "(now != digest)", "(digest == 0)",
+        (_TEST + "test_on_a_cpu_pytorch_does_the_same",),
+    ),
+    Mutation(
+        "the group of codes in their digest", _WEIGHTS,
+        "(columns << 16 | group)", "(columns << 16)",
+        (_TEST + "test_another_group_is_another_digest",),
+    ),
+    Mutation(
+        "the dtype of a weight in its digest", _WEIGHTS,
+        "cuda_tier.TYPES.get(weight.dtype, 3)", "0",
+        (_TEST + "test_another_group_is_another_digest",),
+    ),
+    Mutation(
+        "no digest is that of a new bank", _WEIGHTS,
+        "torch.where(found == 0, 1, found)", "found",
+        (_TEST + "test_no_digest_is_zero",),
+    ),
+    Mutation(
+        "the place of a pack in its digest", _WEIGHTS,
+        "+ place * _signed(_KEYS[i])", "+ 0 * place",
+        (_TEST + "test_changes_that_cancel_in_a_sum",),
+    ),
+    Mutation(
+        "weights of another dtype in a launch", _WEIGHTS,
+        "by_dtype.setdefault(entry.weight.dtype, [])", "by_dtype.setdefault(torch.float16, [])",
+        (_TEST + "test_more_weights_than_a_launch_takes",),
+    ),
+    *(
+        Mutation(
+            f"whole accesses: {what}", _WEIGHTS,
+            source, mutant,
+            (_TEST + "test_what_is_read_and_written_by_whole_accesses",),
+        )
+        for what, source, mutant in (
+            ("columns", "not (columns % 8 or", "not ("),
+            ("the distance of rows", "or stride % 8 or", "or"),
+            ("where a weight begins", "or entry.weight.data_ptr() % 16 or", "or"),
+            ("where codes begin", "or entry.row.data_ptr() % 8)", ")"),
+        )
+    ),
+    *(
+        Mutation(
+            f"operands of quantise_weights: {what}", _WEIGHTS,
+            source, mutant,
+            (_TEST + "test_what_it_does_not_take",),
+        )
+        for what, source, mutant in (
+            ("lists", "if not len(weights) == len(rows) == len(scales) == len(digests) == len(groups):", "if False:"),
+            ("a matrix in half precision", "weight.dim() != 2 or weight.dtype not in HALF", "weight.dim() != 2"),
+            ("neighbours", "or (columns > 1 and weight.stride(1) != 1)", ""),
+            ("long rows", "columns > _MAX_COLUMNS or", ""),
+            ("groups", "(group and columns % group)", "False"),
+            ("shapes of a bank", "x.shape != shape or x.dtype", "x.dtype"),
+            ("dtypes of a bank", "or x.dtype != dtype or", "or"),
+            ("layouts of a bank", "or not x.is_contiguous() for", "for"),
+        )
+    ),
+    Mutation(
+        "a rotation in memory that begins at an odd place", _ROWS,
+        "if group and pack < PACK:", "if False:",
+        (_ROWS_TEST + "test_views_and_odd_places",),
+    ),
+    Mutation(
+        "columns that a group does not divide", _ROWS,
+        "(group and x.shape[-1] % group)", "False",
+        (_ROWS_TEST + "test_what_it_does_not_take",),
+    ),
+    Mutation(
+        "addresses in a table, of a recorded run", "plans/recorded_run.py",
+        "self._addresses.append((ctypes.c_uint64.from_buffer(x.encoded, place), *root(tensor)))", "pass",
+        (_PLAN + "test_a_recorded_run_follows_them_too",),
+    ),
+    Mutation(
+        "banks are not read before a kernel waits", "plans/graph_facts.py",
+        "return [x for x in tensors if id(x) not in written]", "return list(tensors)",
+        (_PLAN + "test_what_it_writes_is_not_read_before_a_kernel_waits",),
+    ),
+    Mutation(
+        "further arguments that a kernel writes to", "plans/graph_facts.py",
+        "(kernel.writes, *kernel.updates)", "(kernel.writes,)",
+        (_PLAN + "test_what_it_writes_is_not_read_before_a_kernel_waits",),
+    ),
+    Mutation(
+        "banks live while a result is read", "plans/graph_facts.py",
+        "return given[node.args[1]]", "return None",
+        (_PLAN + "test_banks_that_a_graph_makes_live_as_long_as_they_are_read",),
+    ),
+    Mutation(
+        "a result shares the memory that a kernel writes to", "passes/rewrite.py",
+        "return ((target.writes, list(inspect.signature(target).parameters)[target.writes]),)", "return ()",
+        (_PLAN + "test_it_pins_nothing_and_what_is_written_in_place_pins_a_bank_alone",),
+    ),
+    Mutation(
+        "Triton alone runs nothing in CUDA C++", "kernels/backend/registry.py",
+        "triton and not (self.portable and not self.triton_functions and not self.uses)", "triton",
+        (_PLAN + "test_triton_alone_is_not_enough",),
+    ),
+]
