@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import eight_bit_kernels
 import pytest
 import torch
 from pretended_card import pretended_card
@@ -24,6 +25,7 @@ from fuzz import ground, machine, own_products
 from fuzz.compare import Wrong
 from fuzz.ground import Ground
 from sfast_ext import cli
+from sfast_ext.runtime import plan_builder
 from sfast_ext.tools.lib.machine import describe
 from sfast_ext.tools.lib.ways import card
 
@@ -46,8 +48,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     length.add_argument("--minutes", type=float, help="goes on for so long instead")
     length.add_argument("--play", nargs="+", metavar=("MODEL:SEED", "EVENT:SEED"), help="these events and no others")
     parser.add_argument("--seed", type=int, default=0, help="of the first model; the next has the next")
-    parser.add_argument("--model", choices=("both", "small", "wide", "unet"), default="both")
+    parser.add_argument("--model", choices=("both", "small", "wide", "tokens", "unet"), default="both")
     parser.add_argument("--device", choices=("cpu", "cuda", "pretended"), default="cpu")
+    parser.add_argument("--eight-bits", action="store_true", help="products of 8-bit integers, in half precision")
     parser.add_argument("--without", choices=("triton",), help="what no plan uses")
     parser.add_argument(
         "--as",
@@ -91,6 +94,7 @@ class Soak:
             self.faults += [f"seed {seed}: {fault}" for fault in beside.faults]
         self.kinds.update(name for name, _ in events)
         self.counters.update(models=1, calls=w.calls, plan_runs=w.plan_runs, raised=w.raised)
+        self.counters["eight_bits"] += w.eight_bits
         self.counters.update({name: w.counter(name) for name in COUNTERS})
         w.forget()
         if self.real:
@@ -143,6 +147,8 @@ def main(given: Sequence[str] | None = None) -> int:
     on = ground.gpu() if options.device == "cuda" else GROUNDS[options.device]
     if options.without:
         on = ground.without_triton(on)
+    if options.eight_bits:
+        on = ground.with_eight_bits(on)
     if options.device == "cuda":
         # what the original computes is to be as exact as it can be
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -151,6 +157,10 @@ def main(given: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         if options.device == "pretended":
             stack.enter_context(pretended_card(stack.enter_context(pytest.MonkeyPatch.context()), PRETENDED_BYTES))
+        if options.eight_bits and options.device != "cuda":
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            eight_bit_kernels.available(patch)
+            patch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
         if options.capability is not None:
             soak.described["as"] = card(options.capability)
             soak.chosen = stack.enter_context(own_products.everywhere(options.capability))
@@ -174,7 +184,8 @@ def play(soak: Soak, options: argparse.Namespace) -> None:
             left = EACH if until is not None else options.events - soak.kinds.total()
             if left <= 0 or (until is not None and time.perf_counter() >= until):
                 break
-            kind = options.model if options.model != "both" else ("unet" if seed % 10 == 9 else "small")
+            small = "tokens" if options.eight_bits else "small"
+            kind = options.model if options.model != "both" else ("unet" if seed % 10 == 9 else small)
             soak.model(kind, seed, list(machine.sequence(seed, min(EACH, left), soak.on)))
             # a run that is ended from outside leaves what it came to
             write(options.json, soak.result())

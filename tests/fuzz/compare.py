@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from sfast_ext.behaviour.forward_slot import AcceleratedForward
+from sfast_ext.kernels.eight_bits import quantise_rows
+from sfast_ext.plans.plan import Plan
+from sfast_ext.weights.weight import places_of
 
 SLOTS = ("forward", "_old_forward")
 
@@ -43,6 +46,29 @@ def compare_modules(ours: nn.Module, theirs: nn.Module, *, free_layouts: Collect
     for name, grouped in (("tied", _tied), ("views of one memory", _in_one_memory)):
         if grouped(ours) != grouped(theirs):
             raise Wrong(f"other parameters are {name}")
+
+
+def compare_banks(plans: Iterable[Plan], ours: nn.Module, theirs: nn.Module) -> int:
+    """The weights that the plan used last has in 8 bits, with those of the twin. What is left of a change that was
+    missed may be less than 8 bits lose anyway: so these are compared to the bit. Returns how many.
+
+    Raises:
+        Wrong: they are those of other values.
+    """
+    latest = next(reversed(list(plans)), None)
+    found = [] if latest is None else latest.banks
+    paths = {(id(container), name): path for path, (container, name) in places_of(ours).items()}
+    there = places_of(theirs)
+    for bank in found:
+        wanted = []
+        for weight in bank.weight.parts or (bank.weight,):
+            container, name = weight.slots[0]
+            held_by_twin, its_name = there[paths[id(container), name]]
+            wanted.append(held_by_twin[its_name].detach())
+        rows, scales = quantise_rows.reference(torch.cat(wanted), bank.group)
+        if not torch.equal(rows, bank.rows) or not torch.equal(scales, bank.scales):
+            raise Wrong(f"the 8-bit integers of {bank.weight.path} are stale")
+    return len(found)
 
 
 def held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -31,6 +31,8 @@ class Ground:
     """The relative error that an accelerated call may show."""
     calm: Config
     settings: tuple[Config, ...]
+    eight_bits: bool = False
+    """Whether settings have 8-bit integers."""
 
     @property
     def gpu(self) -> bool:
@@ -75,6 +77,16 @@ def without_triton(on: Ground) -> Ground:
     return replace(
         on, calm=replace(on.calm, triton=False), settings=tuple(replace(each, triton=False) for each in on.settings)
     )
+
+
+def with_eight_bits(on: Ground) -> Ground:
+    """The same, with products of 8-bit integers in most settings, for models in half precision. Plans may be twice as
+    far from the original as the tolerance says, on the inputs that they were made with."""
+    chosen = replace(on.calm, eight_bits=True)
+    limits = {dtype: max(limit, 4 * chosen.tolerance) for dtype, limit in on.limits.items() if dtype.itemsize == 2}
+    settings = (on.calm, chosen, *(replace(each, eight_bits=True) for each in on.settings))
+    first = torch.float16 if on.gpu and on.name == "cuda" else torch.bfloat16
+    return replace(on, first=first, limits={**on.limits, **limits}, calm=chosen, settings=settings, eight_bits=True)
 
 
 def gpu() -> Ground:

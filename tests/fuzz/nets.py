@@ -13,8 +13,8 @@ from torch import nn
 from sfast_ext.tools.lib import models
 
 CONTEXT = 8
-CHANNELS = {"small": 8, "wide": 32}
-"""Of the nets of each kind that is no UNet; `mma_gemm` takes those of 32."""
+CHANNELS = {"small": 8, "wide": 32, "tokens": 32}
+"""Of the nets of each kind that is no UNet; `mma_gemm` and 8-bit integers take those of 32."""
 CPU = torch.device("cpu")
 
 
@@ -68,6 +68,25 @@ class Block(nn.Module):
         return tokens.transpose(1, 2).reshape(h.shape)
 
 
+class TokenBlock(Block):
+    """With a whole transformer block, whose layers can be products of 8-bit integers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.cross_norm, self.ff_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.ff, self.ff_out = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x, emb, context):
+        h = self.conv(nn.functional.silu(self.norm(x))) + self.time(nn.functional.silu(emb))[:, :, None, None]
+        h = x + self.conv2(nn.functional.silu(self.norm2(h)))
+        tokens = h.flatten(2).transpose(1, 2)
+        tokens = self.self_attention(self.token_norm(tokens)) + tokens
+        tokens = self.cross_attention(self.cross_norm(tokens), context) + tokens
+        value, gate = self.ff(self.ff_norm(tokens)).chunk(2, dim=-1)
+        tokens = self.ff_out(value * nn.functional.gelu(gate)) + tokens
+        return tokens.transpose(1, 2).reshape(h.shape)
+
+
 class LightBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -84,11 +103,11 @@ class SmallNet(nn.Module):
 
     offset: torch.Tensor
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, block: type[Block] = Block) -> None:
         super().__init__()
         self.time_embed = nn.Linear(4, width)
         self.conv_in = nn.Conv2d(4, width, 3, padding=1)
-        self.blocks = nn.ModuleList([Block(width), LightBlock(width)])
+        self.blocks = nn.ModuleList([block(width), LightBlock(width)])
         self.norm_out = nn.GroupNorm(2, width)
         self.conv_out = nn.Conv2d(width, 4, 3, padding=1)
         self.register_buffer("offset", torch.ones(4))
@@ -153,7 +172,9 @@ def arguments(
         "1-d of one": torch.tensor([step], device=device if unet else home),
     }[request.timestep]
     # a real UNet halves the size three times
-    height, width = (request.height, request.width) if unet else (request.height // 2, request.width // 2)
+    # of a sequence of tokens, products of 8-bit integers take 256 rows or more
+    half = 1 if unet or kind == "tokens" else 2
+    height, width = request.height // half, request.width // half
     sample = noise(request.batch, 4, height, width)
     if request.strided:
         sample = sample.contiguous(memory_format=torch.channels_last)
@@ -176,10 +197,10 @@ def arguments(
 
 
 def make(kind: str, seed: int) -> nn.Module:
-    """A model of random weights, in fp32 on the CPU: "small", "wide" or "unet"."""
+    """A model of random weights, in fp32 on the CPU: "small", "wide", "tokens" or "unet"."""
     if kind == "unet":
         return models.tiny_unet("sd15", seed=seed)
-    return models.randomise(SmallNet(CHANNELS[kind]), seed).eval()
+    return models.randomise(SmallNet(CHANNELS[kind], TokenBlock if kind == "tokens" else Block), seed).eval()
 
 
 def move(model: nn.Module, device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fuzz import ground
-from fuzz.compare import Wrong, compare_modules, places
+from fuzz.compare import Wrong, compare_banks, compare_modules, places
 from fuzz.ground import Ground
 from fuzz.nets import Request, arguments, make, move
 from sfast_ext import Accelerator, Hooks, accelerate
@@ -49,7 +49,7 @@ class World:
         move(self.twin, on.device)
         nn.Module.to(self.twin, on.first)
         self.subject = copy.deepcopy(self.twin)
-        self.request = Request()
+        self.request = Request(16, 16) if kind == "tokens" else Request()
         self.requests: list[Request] = []
         """Those made last; the latest is the last."""
         self.dtype = on.first
@@ -84,6 +84,8 @@ class World:
         self.done: list[str] = []
         """The events so far, as they are played again."""
         self.plan_runs = 0
+        self.eight_bits = 0
+        """Weights in 8 bits that were held against the twin's."""
         self.calls = 0
         self.raised = 0
         """Calls that raised, of the model and of its twin alike."""
@@ -104,7 +106,8 @@ class World:
 
     def again(self) -> str:
         """The command that plays all of it again."""
-        return f"python -m fuzz --device {self.ground.name} --play {self.kind}:{self.seed} " + " ".join(self.done)
+        more = " --eight-bits" if self.ground.eight_bits else ""
+        return f"python -m fuzz --device {self.ground.name}{more} --play {self.kind}:{self.seed} " + " ".join(self.done)
 
     def counter(self, name: str) -> int:
         """A counter of the report, over all accelerators there were."""
@@ -310,6 +313,8 @@ class World:
         if self.wrongs:
             raise Wrong("; ".join(self.wrongs))
         self.compare(ours, theirs)
+        if self.ground.eight_bits and self._runs() > runs:
+            self.eight_bits += compare_banks(self.acc.plans.values(), self.subject, self.twin)
         for look in self.watched.values():
             look()
         ran = self._runs() > runs
