@@ -104,9 +104,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
         prefetch(&weight);
       }
       __syncwarp();
+      // of values that the last tile has too many there are gates instead, of columns that are not stored
+      auto part_from = [&](int column, int part) { return column + part * (EPILOGUE == kGeglu ? columns : WIDTH / 2); };
+      int row, column;
+      place(blockIdx.x / PAIR, row, column);
+      for (int step = 0; step < min(steps, STAGES); ++step)
+#pragma unroll
+        for (int i = 0; i < 2 / PAIR; ++i)
+          tma_prefetch(elected, &weight, step * kBlockK, part_from(column, PAIR > 1 ? rank : i));
       pdl_wait();  // the weight too is written in a plan
       for (int tile = blockIdx.x / PAIR; tile < tiles; tile += gridDim.x / PAIR) {
-        int row, column;
         place(tile, row, column);
         for (int step = 0; step < steps; ++step) {
           const u32 barrier = full + 8 * stage, to = base + stage * kStageBytes;
@@ -116,8 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
 #pragma unroll
           for (int i = 0; i < 2 / PAIR; ++i) {
             const int part = PAIR > 1 ? rank : i;
-            // of values that the last tile has too many there are gates instead, of columns that are not stored
-            const int from = column + part * (EPILOGUE == kGeglu ? columns : WIDTH / 2);
+            const int from = part_from(column, part);
             if (PAIR > 1)
               tma_load_multicast(elected, to + kInputBytes + part * kPart, &weight, barrier, step * kBlockK, from);
             else
