@@ -113,6 +113,16 @@ __device__ __forceinline__ void tma_load(u32 elected, u32 to, const TensorMap* m
       : "memory");
 }
 
+// Loads a 2D box into the L2 cache. Later writes of other kernels are seen there, so it may be called before
+// `pdl_wait`.
+__device__ __forceinline__ void tma_prefetch(u32 elected, const TensorMap* map, int k, int row) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %3, 0;\n"
+      "@p cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}]; }" ::"l"(map),
+      "r"(k), "r"(row), "r"(elected)
+      : "memory");
+}
+
 // TMA load to the same shared memory offset in both blocks of a cluster of two (multicast).
 __device__ __forceinline__ void tma_load_multicast(u32 elected, u32 to, const TensorMap* map, u32 barrier, int k,
                                                    int row) {
@@ -141,8 +151,8 @@ __device__ __forceinline__ void prefetch(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// wgmma matrix descriptor: rows of 128 bytes with 128-byte swizzle, groups of eight rows contiguous. The layout is one of
-// bytes: 64 values of 16 bits or 128 of 8 bits. An instruction reads 32 bytes of each row.
+// wgmma matrix descriptor: rows of 128 bytes with 128-byte swizzle, groups of eight rows contiguous. The layout is one
+// of bytes: 64 values of 16 bits or 128 of 8 bits. An instruction reads 32 bytes of each row.
 __device__ __forceinline__ u64 wgmma_descriptor(u32 at) { return u64(1u << 30 | 64) << 32 | (1 << 16 | at >> 4); }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

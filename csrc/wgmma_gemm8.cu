@@ -1,18 +1,18 @@
-// A linear layer on 8-bit operands, for Hopper: out = x_scale[row] * weight_scale[column] * sum + bias, plus a residual or
-// through GEGLU, rounded once.
+// A linear layer on 8-bit operands, for Hopper: out = x_scale[row] * weight_scale[column] * sum + bias, plus a residual
+// or through GEGLU, rounded once.
 //
 // Tiles are 128 rows of x (M) by WIDTH columns (N). A producer warp fills a ring of STAGES shared memory stages by TMA,
 // 128 of K, which are 128 bytes, at a time. With TEAM 1 two consumer warpgroups alternate tiles, one in its epilogue
-// while the other is in its mainloop (CUTLASS' ping-pong schedule). With TEAM 2 each has 64 rows of every tile. Blocks are
-// persistent. Each consumer warpgroup has a buffer of 64 rows in shared memory: the residual arrives there during the
-// mainloop, is replaced by the result in place, and that is stored by TMA. The scales of columns and the bias arrive in
+// while the other is in its mainloop (CUTLASS' ping-pong schedule). With TEAM 2 each has 64 rows of every tile. Blocks
+// are persistent. Each consumer warpgroup has a buffer of 64 rows in shared memory: the residual arrives there during
+// the mainloop, is replaced by the result in place, and that is stored by TMA. Scales of columns and the bias arrive in
 // shared memory in the meantime too. The residual may be the memory of the result: a block reads what it overwrites.
 //
-// Compile-time parameters: KIND, the type of the operands, see hopper.h; EPILOGUE, 0, 1 with residual, 2 GEGLU: half of a
-// tile's columns are values, the other half their gates, from the two halves of the weight's rows; WIDTH; STAGES; TEAM;
-// PAIR, 1 or 2, blocks of a cluster with neighbouring rows that share the weight by TMA multicast; GATE_FIRST, whether
-// the gates are the first half of the weight's rows; TANH, GELU by tanh instead of erf; BF16, the type of the result,
-// the bias and the residual.
+// Compile-time parameters: KIND, the type of the operands, see hopper.h; EPILOGUE, 0, 1 with residual, 2 GEGLU: half of
+// a tile's columns are values, the other half their gates, from the two halves of the weight's rows; WIDTH; STAGES;
+// TEAM; PAIR, 1 or 2, blocks of a cluster with neighbouring rows that share the weight by TMA multicast; GATE_FIRST,
+// whether the gates are the first half of the weight's rows; TANH, GELU by tanh instead of erf; BF16, the type of the
+// result, the bias and the residual.
 
 #include "hopper.h"
 #include "hopper_gelu.h"
@@ -58,8 +58,8 @@ __device__ __forceinline__ u32 load_one(u32 from) {
 
 // out: tensor map over (rows, columns), boxes of 64 by kChunk. x: over (rows, K), boxes of 128 by 128. weight: over
 // (kParts columns, K), boxes of WIDTH / 2 by 128. residual: as out, if EPILOGUE is 1. x_scale (rows), weight_scale
-// (kParts columns), bias (kParts columns) or null. columns: a multiple of 8. steps: K tiles. tiles_down: M tiles / PAIR;
-// tiles_across: N tiles.
+// (kParts columns), bias (kParts columns) or null. columns: a multiple of 8. steps: K tiles. tiles_down: M tiles /
+// PAIR; tiles_across: N tiles.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR, 1, 1)
     wgmma_gemm8(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap x,
                 const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap residual,
@@ -104,9 +104,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
         prefetch(&weight);
       }
       __syncwarp();
+      // of values that the last tile has too many there are gates instead, of columns that are not stored
+      auto part_from = [&](int column, int part) { return column + part * (EPILOGUE == kGeglu ? columns : WIDTH / 2); };
+      int row, column;
+      place(blockIdx.x / PAIR, row, column);
+      for (int step = 0; step < min(steps, STAGES); ++step)
+#pragma unroll
+        for (int i = 0; i < 2 / PAIR; ++i)
+          tma_prefetch(elected, &weight, step * kBlockK, part_from(column, PAIR > 1 ? rank : i));
       pdl_wait();  // the weight too is written in a plan
       for (int tile = blockIdx.x / PAIR; tile < tiles; tile += gridDim.x / PAIR) {
-        int row, column;
         place(tile, row, column);
         for (int step = 0; step < steps; ++step) {
           const u32 barrier = full + 8 * stage, to = base + stage * kStageBytes;
@@ -116,8 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
 #pragma unroll
           for (int i = 0; i < 2 / PAIR; ++i) {
             const int part = PAIR > 1 ? rank : i;
-            // of values that the last tile has too many there are gates instead, of columns that are not stored
-            const int from = column + part * (EPILOGUE == kGeglu ? columns : WIDTH / 2);
+            const int from = part_from(column, part);
             if (PAIR > 1)
               tma_load_multicast(elected, to + kInputBytes + part * kPart, &weight, barrier, step * kBlockK, from);
             else
@@ -173,8 +179,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
       };
       auto load_operands = [&] {  // by one thread; the others' reads of the last ones are behind a barrier
         tma_store_wait();
-        mbarrier_arrive_expect_tx(1, ready,
-                                  kParts * left * (bias == nullptr ? 4 : 6) + (EPILOGUE == kResidual ? boxes * kBox : 0));
+        const u32 of_columns = kParts * left * (bias == nullptr ? 4 : 6);
+        mbarrier_arrive_expect_tx(1, ready, of_columns + (EPILOGUE == kResidual ? boxes * kBox : 0));
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           const int from = part * columns + column;

@@ -15,6 +15,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
     INTERPRETED,
     cdiv,
     device_of,
+    hopper,
     is_dry_run,
     launch_kernel,
     multiprocessors,
@@ -74,7 +75,7 @@ TILES = [
 
 def supported(device: torch.device) -> bool:
     """Whether the kernel can be used on a device."""
-    return not INTERPRETED and _SOURCE.supported(device)
+    return not INTERPRETED and hopper(device) and _SOURCE.supported(device)
 
 
 def accepts(
