@@ -17,6 +17,7 @@ from sfast_ext.kernels.attention import attention, query_attention
 from sfast_ext.kernels.backend import health, nvrtc, triton_runtime
 from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d
+from sfast_ext.kernels.eight_bits import geglu8, linear8
 from sfast_ext.kernels.group_norm import conv_group_norm
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
 
@@ -69,7 +70,19 @@ def prompted(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     return randn(2, 1024, 1280, dtype=dtype, device=device), matrix(dtype, device, 1280, 1280), k, v
 
 
+def of_8_bits(geglu: bool) -> Callable[[torch.dtype, torch.device], tuple[Any, ...]]:
+    def operands(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        wide = [randn(n, 1280, dtype=torch.float32, device=device, std=40.0) for n in (2048, 2560)]
+        x, weight = (each.clamp(-127, 127).to(torch.int8) for each in wide)
+        x_scale, weight_scale = (torch.full((n,), 0.004, device=device) for n in (2048, 2560))
+        (bias,) = vectors(dtype, device, 1, 2560)
+        return x, x_scale, weight, weight_scale, bias, *((False, "none") if geglu else (None,)), dtype
+
+    return operands
+
+
 BOTH = "conv2d", "group_norm_normalise"
+EIGHT_BITS = linear8, geglu8
 CASES = {
     "conv2d": Case(conv2d, lambda *to: (image(*to, 2, 640, 64, 64), filters(*to, 640, 640)), ("conv2d",)),
     "conv_group_norm": Case(conv_group_norm, normed(False), BOTH),
@@ -84,6 +97,8 @@ CASES = {
         ("linear_geglu",),
     ),
     "linear_layer_norm": Case(linear_layer_norm, summed, ("linear_layer_norm",)),
+    "linear8": Case(linear8, of_8_bits(False), ("wgmma_gemm8",)),
+    "geglu8": Case(geglu8, of_8_bits(True), ("wgmma_gemm8",)),
     "query_attention": Case(query_attention, prompted, ("query_attention",)),
     **{
         f"flash_attention {size}": Case(
@@ -163,10 +178,11 @@ def test_plans_have_it_where_it_is_chosen(bound: None, case: Case, monkeypatch: 
         with launches._card(capability):
             return case.kernel.launch.supported(GPU, triton=False)
 
-    # GEGLU's product has another kernel on GeForce and A100, attention the library's if ours is not supported
-    library = case.kernel is attention
-    assert served(90) and served(89) == served(80) == (library or case.kernel is linear_geglu)
-    assert served(100) == library
+    # GEGLU's product has another kernel on GeForce and A100, products of 8 bits on every card, attention the library's if
+    # ours is not supported
+    library, any_card = case.kernel is attention, case.kernel in EIGHT_BITS
+    assert served(90) and served(89) == served(80) == (library or any_card or case.kernel is linear_geglu)
+    assert served(100) == (library or any_card)
     monkeypatch.setattr(health, "_disabled", {})
     health.disable(case.kernel.launch.name, GPU, "it failed")
     assert not served(90)
