@@ -64,7 +64,7 @@ def test_the_report_names_what_is_wrong_and_what_is_reached(found, capsys, tmp_p
     assert hopper8.main(["--fit", str(file)]) == 0
     told = capsys.readouterr().out
     assert "WRONG, not timed: linear [4096, 3840, 1280]" in told and "NVIDIA X" in told
-    assert f"of {len(found['rows'])} ≥ 1.6" in told and "Tile(160, 1, 2, 5.50, 0.50, 0.340)" in told
+    assert f"of {len(found['rows'])} ≥ 1.6" in told and "Tile(160, 1, 2, " in told
 
 
 def test_operands_are_quantised_by_rows():
