@@ -306,9 +306,8 @@ class Session:
         # a host goes through the result: our exceptions must leave it an empty one
         try:
             source, jobs = self.source, self.source.jobs
-            return tab.tabs(
-                tab.Actions(source.drop, source.report, jobs.prepare, jobs.measure, jobs.cancel, jobs.measurements)
-            )
+            actions = source.drop, source.report, jobs.prepare, jobs.measure, jobs.cancel, jobs.measurements
+            return tab.tabs(tab.Actions(*actions, source.page_may_read))
         except Exception as exc:
             self.report.error("the tab", exc)
             return []
