@@ -101,9 +101,9 @@ SETTINGS = (
         "sfast_ahead",
         "ahead",
         "Prepare the last size after the start",
-        "While no image is made after the WebUI's start, the size, batch and prompt length used last are prepared, so "
-        "that the first image is fast as well. It ends when an image begins. Not on cards below 12 GB, and not with "
-        "--medvram or --lowvram",
+        "In AUTOMATIC1111, while no image is made after its start, the size, batch and prompt length used last are "
+        "prepared, so that the first image is fast as well. It ends when an image begins. Not on cards below 12 GB, "
+        "and not with --medvram or --lowvram",
     ),
     Setting(
         "sfast_faster_sums",

@@ -39,6 +39,26 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+class Queue:
+    """A lock that tells who waits for it, as AUTOMATIC1111's does."""
+
+    def __init__(self):
+        self._lock, self._pending_threads = threading.Lock(), []
+
+    def __enter__(self):
+        if not self._lock.acquire(False):
+            own = object()
+            self._pending_threads.append(own)
+            self._lock.acquire()
+            self._pending_threads.remove(own)
+
+    def __exit__(self, *exc):
+        self._lock.release()
+
+    def locked(self):
+        return self._lock.locked()
+
+
 class Process:
     """A WebUI from its start to its end."""
 
@@ -46,7 +66,8 @@ class Process:
         self._running = standin.running(sfast_allow_cpu=True, **settings)
 
     def __enter__(self):
-        self.host = self._running.__enter__()
+        self.host, self.images, self.queued = self._running.__enter__(), [], None
+        sys.modules["modules.call_queue"].queue_lock = Queue()
         # the page tells of tasks that wait
         self.tasks = OrderedDict()
         sys.modules["modules.progress"] = SimpleNamespace(pending_tasks=self.tasks)
@@ -161,6 +182,12 @@ def waits(process):
     process.tasks["task(1)"] = time.time()
 
 
+def queues(process):
+    """A request to the API."""
+    process.queued = threading.Thread(target=lambda: process.images.append(process.host.request(steps=3)))
+    process.queued.start()
+
+
 def interrupts(process):
     process.host.shared.state.interrupt()
 
@@ -170,7 +197,7 @@ def is_released(process):
 
 
 @pytest.mark.parametrize("stage", ["recording", "compiling", "first run", "comparing"])
-@pytest.mark.parametrize("event", [waits, interrupts, is_released])
+@pytest.mark.parametrize("event", [waits, queues, interrupts, is_released])
 def test_it_is_given_up_at_once_and_leaves_nothing(stage, event):
     keep()
     with Process() as process:
@@ -190,10 +217,16 @@ def test_it_is_given_up_at_once_and_leaves_nothing(stage, event):
         if not seen:
             pytest.skip("a plan on a CPU has no such stage")
         assert job["state"] == "cancelled" and job["rows"] == []
-        assert session.loaded() is None or not session.loaded().plans or stage == "comparing"
+        if process.queued is None:
+            assert session.loaded() is None or not session.loaded().plans or stage == "comparing"
+        session.report.on_stage = None
+        if process.queued is not None:
+            process.queued.join(LONG)
+            assert same(process.images[0].images[0], reference(1, steps=3))
+            assert count("captures") == 1 and status()["reasons"] == {}
+            return
         assert status()["counters"].get("errors", 0) == 0 and status()["last_error"] is None
         assert not sys.modules["modules.call_queue"].queue_lock.locked()
-        session.report.on_stage = None
         process.tasks.clear()
         process.host.shared.state.begin("an image")
         process.host.shared.state.end()
@@ -318,22 +351,24 @@ def test_nothing_is_done_for_a_model_of_another_kind():
 def test_nothing_is_done_where_the_host_does_not_tell_who_waits():
     keep()
     with Process() as process:
-        del sys.modules["modules.progress"].pending_tasks
+        # whoever waits for such a lock could not be seen
+        sys.modules["modules.call_queue"].queue_lock = threading.Lock()
         assert host_queue.waiting() is None
         assert process.begin() is None
 
 
-def test_who_waits_is_known_from_the_queue_or_from_the_page(monkeypatch):
+def test_who_waits_is_known_from_the_queue_or_from_the_page():
     with Process() as process:
         assert host_queue.waiting() is False
         process.tasks["task(1)"] = 1.0
         assert host_queue.waiting() is True
         process.tasks.clear()
-        lock = SimpleNamespace(_pending_threads=[])
-        monkeypatch.setattr(sys.modules["modules.call_queue"], "queue_lock", lock)
-        assert host_queue.waiting() is False
+        lock = sys.modules["modules.call_queue"].queue_lock
         lock._pending_threads.append(threading.Event())
         assert host_queue.waiting() is True
+        lock._pending_threads.clear()
+        del sys.modules["modules.progress"].pending_tasks
+        assert host_queue.waiting() is False
 
 
 def test_a_busy_host_is_left_alone_and_so_is_one_that_had_an_image():
@@ -507,8 +542,10 @@ def sdnext(monkeypatch):
     yield from hosted(monkeypatch)
 
 
-def test_sdnext_is_ready_as_well(sdnext, monkeypatch):
-    monkeypatch.setitem(sys.modules, "modules.progress", SimpleNamespace(pending_tasks={}))
+def test_a_host_of_diffusers_is_ready_as_well_if_its_lock_told(sdnext, monkeypatch):
+    # its own lock tells nothing, so it is left alone
+    assert host_queue.waiting() is None
+    monkeypatch.setattr(sys.modules["modules.call_queue"], "queue_lock", Queue())
     sdnext.modeldata.model_data.sd_model = pipeline()
     session = sdnext.session
     sdnext.picture()
