@@ -170,8 +170,8 @@ def test_a_case_is_measured_with_the_stack_that_was_asked_for(monkeypatch, tmp_p
 def test_a_run_of_a_tiny_model_and_its_resumption(tmp_path, monkeypatch, capsys, two_levels):
     def here(command, env, stdout):
         """The command of a process of its own, without another start of Python and torch."""
-        assert command[:3] == [sys.executable, "-m", "sfast_ext"] and set(unet.bench.CACHES) <= env.keys()
-        return subprocess.CompletedProcess(command, cli.main(command[3:]))
+        assert command[:2] == [sys.executable, str(unet.bench.machine.PACKAGE)] and set(unet.bench.CACHES) <= env.keys()
+        return subprocess.CompletedProcess(command, cli.main(command[2:]))
 
     file = tmp_path / "unet.json"
     monkeypatch.setattr(unet.bench, "subprocess", SimpleNamespace(run=here, DEVNULL=subprocess.DEVNULL))

@@ -373,6 +373,54 @@ def test_it_asks_what_the_webui_asks(page, passwords):
         assert found.status_code == (401 if guarded else 200) and "secret" not in found.text or not guarded
 
 
+class Queued:
+    """What Gradio's queue gives in place of a mapping."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+    def __iter__(self):
+        yield from vars(self).items()
+
+
+@pytest.mark.parametrize("passwords", [{}, {"api": "p2", "api2": "é:x"}], ids=["no api-auth", "api-auth"])
+@pytest.mark.parametrize(
+    "auth", [None, ("api", "p2"), ("api2", "é:x"), ("api", "p1"), ("api", ""), ("page", "p1"), ("", ""), ("API", "p2")]
+)
+@pytest.mark.parametrize("kind", ["headers", "queue"])
+def test_the_page_shows_what_the_route_answers_to_the_same_browser(passwords, auth, kind):
+    app = fastapi.FastAPI()
+    app.auth = None
+    given = source(passwords=lambda: passwords)
+    api.register(app, given)
+    answer = client(app).get("/sfast/v1/report", **({"auth": auth} if auth else {}))
+    headers = {key: value for key, value in answer.request.headers.items() if key == "authorization"}
+    request = SimpleNamespace(headers=answer.request.headers if kind == "headers" else Queued(**headers))
+    assert given.page_may_read(request) == (answer.status_code == 200)
+    assert given.page_may_read(None) == (not passwords)
+    assert given.page_may_read(SimpleNamespace()) == (not passwords)
+
+
+@pytest.mark.parametrize("page", ["passwords", "a function"])
+def test_who_is_logged_in_to_the_page_may_read(page):
+    app = fastapi.FastAPI()
+    app.auth, app.tokens = PAGES[page], {"good": "page"}
+    given = source(passwords=lambda: {"api": "p2"})
+    # nobody is logged in before there is a page
+    assert not given.page_may_read(None)
+    api.register(app, given)
+    assert given.page_may_read(None)
+    assert client(app).get("/sfast/v1/report", headers={"cookie": "access-token=good"}).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["Basic", "Basic !!!", "Basic /w==", "Bearer abc", "Basic YXBpOnAy\n", ""])
+def test_a_header_that_is_none_admits_nobody(header):
+    given = source(passwords=lambda: {"api": "p2"})
+    given.app = SimpleNamespace(auth=None)
+    assert not given.page_may_read(SimpleNamespace(headers={"authorization": header}))
+    assert given.page_may_read(SimpleNamespace(headers={"Authorization": "basic YXBpOnAy"}))
+
+
 def test_only_one_who_opens_it_is_asked_by_the_browser():
     app = fastapi.FastAPI()
     api.register(app, source(secret, passwords=lambda: {"api": "p2"}))
