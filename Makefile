@@ -1,4 +1,4 @@
-# make demo         pictures with and without the accelerator, compared; DEMO_MODEL=path takes your own model
+# make demo         images with and without the accelerator, compared; DEMO_MODEL=path takes your own model
 # make quick        for a change: ruff, mypy, the rules of the house, and the tests of the folder that changed; a minute
 # make test         ruff, mypy, the whole CPU suite, and the steps of a user on small pages of the WebUIs' two Gradios
 # make test-pages   the same steps in a real browser, and by keyboard alone; CHROMIUM=/usr/bin/chromium, AXE=axe.min.js
