@@ -24,7 +24,7 @@ from sfast_ext.kernels.backend import choices, health
 
 # an event that is listed more often comes more often
 LISTED = machine.listed(machine.EVENTS)
-MODELS, EVENTS = 3, 50  # `make soak` plays more
+MODELS, EVENTS = 5, 50  # `make soak` plays more
 
 
 @pytest.fixture(autouse=True)
