@@ -91,7 +91,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Tests of real WebUIs are collected where a WebUI is named, those of small pages where a Gradio is, and all where
+    """Tests of real WebUIs are collected if a WebUI is named, those of small pages if a Gradio is, and all if
     one of their files is asked for."""
     needs = {"live": WEBUIS, "pages": GRADIOS}.get(collection_path.parent.name)
     test = needs is not None and collection_path.name.startswith("test_")

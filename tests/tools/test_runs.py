@@ -63,7 +63,7 @@ def test_demo_with_a_folder_of_diffusers(tmp_path, monkeypatch, capsys, two_leve
     assert re.search(r"^Images agree: .* PASS$", told.strip().splitlines()[-1])
 
 
-def test_demo_tells_of_a_picture_that_differs(tmp_path, monkeypatch, capsys, two_levels):
+def test_demo_tells_of_an_image_that_differs(tmp_path, monkeypatch, capsys, two_levels):
     # the trained one has its own levels
     monkeypatch.setattr(pipelines, "trained_pipeline", pipelines.random_pipeline)
     wrong = iter(range(1000))
@@ -232,7 +232,7 @@ def test_bench_says_where_an_engine_failed(monkeypatch, capsys):
     assert "eager-channels-last: RuntimeError: no such thing" in capsys.readouterr().out
 
 
-def test_bench_ends_badly_where_no_plan_ran(monkeypatch, capsys):
+def test_bench_ends_badly_if_no_plan_ran(monkeypatch, capsys):
     monkeypatch.setattr(bench.engines.StableFast, "remark", lambda self: "the original forward ran: for a test")
     assert (
         cli.main(["bench", "--model", "tiny-sd15", "--size", "64x64", "--against", "eager", "--iterations", "1"]) == 1

@@ -97,7 +97,7 @@ def test_a_status_is_given_again_for_a_moment_or_until_something_changes(monkeyp
     for made, name in enumerate(CHANGING, 2):
         assert change(app, name).status_code in (200, 202)
         assert [count(), count()] == [made, made], name
-    # what a button of the page does, also where it fails
+    # what a button of the page does, also if it fails
     for action in (lambda: "done", lambda: 1 // 0):
         with contextlib.suppress(ZeroDivisionError):
             assert given._changing(action)() == "done"
@@ -228,7 +228,7 @@ def test_a_page_that_is_mounted_below_a_path_does_not_hide_the_routes():
 
 
 @pytest.mark.parametrize("name", CHANGING)
-def test_nothing_is_changed_where_the_api_of_the_webui_is_closed(name):
+def test_nothing_is_changed_if_the_api_of_the_webui_is_closed(name):
     app = fastapi.FastAPI()
     changed, started = [], Started()
     api.register(app, source(drop=lambda: changed.append(1), jobs=started.jobs(), api_is_on=lambda: False))

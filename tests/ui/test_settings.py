@@ -152,7 +152,7 @@ def test_the_search_of_settings_finds_the_switch_by_fast():
     assert "fast" in settings_table.INTRO.lower()
 
 
-def test_what_a_picture_maker_reads_first_has_no_word_of_engineers():
+def test_what_an_image_maker_reads_first_has_no_word_of_engineers():
     first = [s for s in settings_table.SETTINGS if s.group != settings_table.EXPERT]
     words = " ".join([settings_table.INTRO, *(f"{s.label} {s.info}" for s in first)]).lower()
     assert not [word for word in ("graph", "plan", "forward", "kernel", "tensor", "unet") if word in words]

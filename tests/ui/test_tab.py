@@ -1,4 +1,4 @@
-"""The tab is made of what Gradio 3 has, and is missed by nobody where gradio is not."""
+"""The tab is made of what Gradio 3 has, and is missed by nobody if gradio is not there."""
 
 from __future__ import annotations
 
