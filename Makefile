@@ -1,6 +1,7 @@
-# make demo         pictures with and without the accelerator, compared; DEMO_MODEL=path takes your own model
+# make demo         images with and without the accelerator, compared; DEMO_MODEL=path takes your own model
 # make quick        for a change: ruff, mypy, the rules of the house, and the tests of the folder that changed; a minute
-# make test         ruff, mypy, the whole CPU suite, and the steps of a user on small pages of the WebUIs' two Gradios
+# make test         ruff, mypy, the whole CPU suite with the steps of a user on small pages of the WebUIs' two Gradios, and
+#                   the kernels in Triton's interpreter; the last line has the total
 # make test-pages   the same steps in a real browser, and by keyboard alone; CHROMIUM=/usr/bin/chromium, AXE=axe.min.js
 # make test-coarse-clock  the CPU suite on clocks that move in steps of STEP=0.004 seconds, as some virtual machines' do
 # make test-stack   the CPU suite on another torch: TORCH=2.5.1, one of those in requirements-stack
@@ -15,6 +16,7 @@
 # make bench        UNets at several sizes, four ways to run each (needs a GPU), into benchmarks/results/unet-<gpu>.json
 # make clean        removes the environments and everything generated
 #
+# CPU=1 takes torch for CPUs, which saves some gigabytes on a machine without a GPU (of Linux; others' is for CPUs anyhow),
 # PYTHON=python3.11 chooses the interpreter (test-stack: that of the hosts with that torch is the default),
 # PIP_ARGS='--extra-index-url …' goes to pip, WORKERS=8 uses more cores, STACKS=folder keeps test-stack's environments,
 # PAGES=folder those with a Gradio (default .pages),
@@ -24,6 +26,7 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
+CPU ?=
 WORKERS ?= 2
 EVENTS ?= 20000
 SEED ?= 0
@@ -54,8 +57,21 @@ NO_INTERPRETER := 2.1.2 2.3.1
 
 # ldm as AUTOMATIC1111 runs it; its own pins are years old and not needed for what is tested
 LDM := stable-diffusion-sdkit==2.1.5
+ifeq ($(CPU),1)
+DOWNLOADS := about 0.5 GB of packages into .venv, 2 GB on disk
+PIP_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
+else
+DOWNLOADS := about 2.8 GB of packages into .venv, 7 GB on disk (torch with CUDA; CPU=1 takes torch for CPUs: 0.5 and 2 GB)
+PIP_INDEX :=
+endif
 # what is imported is compiled then; to compile all of it takes half a minute
-PIP := -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS)
+PIP := -m pip install --disable-pip-version-check --no-compile $(PIP_INDEX) $(PIP_ARGS)
+
+RESULTS := .pytest_cache/results
+PYTEST := .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
+SUITE = $(PYTEST) --junitxml=$(RESULTS)/suite.xml tests
+INTERPRETER = TRITON_INTERPRET=1 $(PYTEST) --junitxml=$(RESULTS)/interpreter.xml -m interpreter tests/kernels
+TOTALS = .venv/bin/python tests/totals.py $(RESULTS)/suite.xml $(RESULTS)/interpreter.xml
 
 # each Gradio that a WebUI has, and as SFAST_GRADIO_PYTHON names them
 GRADIOS := 3.41.2 3.43.2
@@ -70,8 +86,9 @@ quick: lint
 	SFAST_TEST_SECONDS=25 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal $$(.venv/bin/python tests/quick.py)
 
 test: lint $(GRADIOS:%=$(PAGES)/%/.installed)
-	$(WITH_PAGES) .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests
-	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m interpreter tests/kernels
+	$(WITH_PAGES) $(SUITE)
+	$(INTERPRETER)
+	@$(TOTALS)
 
 test-pages: $(GRADIOS:%=$(PAGES)/%/.installed) $(PAGES)/browser/.installed
 	$(if $(CHROMIUM),,$(error There is no Chromium in /usr/bin: name one, CHROMIUM=path))
@@ -80,8 +97,9 @@ test-pages: $(GRADIOS:%=$(PAGES)/%/.installed) $(PAGES)/browser/.installed
 
 test-coarse-clock: export SFAST_TEST_CLOCK_STEP := $(STEP)
 test-coarse-clock: .venv/.dev
-	.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests
-	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m interpreter tests/kernels
+	$(SUITE)
+	$(INTERPRETER)
+	@$(TOTALS)
 
 ifneq ($(filter test-stack,$(MAKECMDGOALS)),)
 ifeq ($(wildcard requirements-stack/$(TORCH).txt),)
@@ -150,6 +168,7 @@ doctor: .venv/.demo
 	$(PYTHON) -m venv .venv
 
 .venv/.demo: requirements-demo.txt | .venv/bin/python
+	@echo "Downloads $(DOWNLOADS)."
 	.venv/bin/python $(PIP) -r requirements-demo.txt
 	touch $@
 
@@ -162,6 +181,7 @@ $(PAGES)/%/.installed: requirements-pages/%.txt requirements-pages/common.txt .v
 	touch $@
 
 .venv/.dev: requirements-dev.txt requirements-test.txt .venv/.demo
+	@echo "Downloads about 0.3 GB more into .venv: what the tests need."
 	.venv/bin/python $(PIP) -r requirements-dev.txt
 	.venv/bin/python $(PIP) --no-deps $(LDM)
 	touch $@

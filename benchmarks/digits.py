@@ -1,7 +1,7 @@
 """Teaches a model of Stable Diffusion's shapes to write digits, so that pictures that are compared show something.
 
     python -m benchmarks.digits --model sd15 --out digits                 # on a GPU
-    python -m sfast_ext quality --model digits --prompts digits/prompts.txt
+    python -m sfast_ext quality --model ./digits --prompts digits/prompts.txt
     python -m benchmarks.digits --batch 128 --minutes 2 --out sfast_ext/tools/lib/digits.safetensors   # for `make demo`
 
 The digits are scikit-learn's, of 8×8 pixels (E. Alpaydin and C. Kaynak, UCI, 1998), enlarged and side by side. A latent

@@ -45,7 +45,7 @@ class ExampleCall:
         """Of the recorded prompt; None if it has none."""
 
     def inputs(
-        self, height: int, width: int, rows: int, device: torch.device, seed: int = 0, tokens: int | None = None
+        self, height: int, width: int, rows: int, device: torch.device, tokens: int | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments for a latent of this size. Torch's own random state is left alone.
 
@@ -55,7 +55,7 @@ class ExampleCall:
         Raises:
             UnknownInput: the shape of an input at that size is not known.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         leaves: dict[int, Any] = {}
         for path, leaf in _leaves(self._signature.tree, ""):
             if leaf[0] == "number":
@@ -85,7 +85,7 @@ class ExampleCall:
         if not shape:
             return shape
         if shape[0] not in (1, self.rows):
-            raise UnknownInput(f"the size of {path} {list(shape)} does not follow from that of the picture")
+            raise UnknownInput(f"the size of {path} {list(shape)} does not follow from that of the image")
         first = rows if shape[0] == self.rows else 1
         if len(shape) != 4:
             # a mask of the prompt has no third side
@@ -95,7 +95,7 @@ class ExampleCall:
         for level in range(LEVELS):
             if shape[2:] == (_halved(self.height, level), _halved(self.width, level)):
                 return (first, shape[1], _halved(height, level), _halved(width, level))
-        raise UnknownInput(f"the size of {path} {list(shape)} does not follow from that of the picture")
+        raise UnknownInput(f"the size of {path} {list(shape)} does not follow from that of the image")
 
 
 def _halved(side: int, times: int) -> int:

@@ -50,6 +50,13 @@ def advance(done: int, total: int) -> None:
         watch(stage(), done, total)
 
 
+def breathe() -> None:
+    """Let what watches the stages of this thread end a rehearsal within a stage: nobody waits for its result, and an
+    image may wait for its end."""
+    if rehearsing():
+        advance(0, 0)
+
+
 @contextlib.contextmanager
 def watched_stages(watch: Callable[..., None]) -> Iterator[None]:
     """Call `watch` with each stage that this thread reaches in the meantime, and with (stage, done, total) if it

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import needs
 import pytest
 
 # torch is imported where it is used: a process that only leads workers is seconds earlier without it
@@ -85,11 +86,12 @@ def pytest_report_header() -> str:
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"no {name}")
     step = getattr(time, "sfast_test_clock_step", None)
-    return ", ".join(versions) + (f"\nclocks in steps of {1e3 * step:g} ms" if step is not None else "")
+    clocks = [f"clocks in steps of {1e3 * step:g} ms"] if step is not None else []
+    return "\n".join([", ".join(versions), *clocks, *needs.missing()])
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Tests of real WebUIs are collected where a WebUI is named, those of small pages where a Gradio is, and all where
+    """Tests of real WebUIs are collected if a WebUI is named, those of small pages if a Gradio is, and all if
     one of their files is asked for."""
     needs = {"live": WEBUIS, "pages": GRADIOS}.get(collection_path.parent.name)
     test = needs is not None and collection_path.name.startswith("test_")

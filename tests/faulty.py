@@ -102,7 +102,7 @@ class Pair:
         change: Callable[[torch.Tensor], torch.Tensor] | None = None,
         **ask: Any,
     ) -> None:
-        """Calls with new inputs, compared with the twin's: to the bit where the original forward gave the result."""
+        """Calls with new inputs, compared with the twin's: to the bit if the original forward gave the result."""
         for _ in range(times):
             args, kwargs = arguments(Request(**ask), self.rng, dtype or self.dtype, kind=self.kind, device=self.device)
             if change is not None:
@@ -334,7 +334,7 @@ def pretend_a_gpu(patch: pytest.MonkeyPatch) -> graph_pool.GraphPool:
 
 
 class WhileCapturing(Fault):
-    """Raises only where a graph is being captured."""
+    """Raises only if a graph is being captured."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs) if PretendedGraph.capturing else self.real(*args, **kwargs)
@@ -345,7 +345,7 @@ def capturing() -> bool:
 
 
 class InTheMidst(Fault):
-    """Raises where a graph is being captured, after the kernels were recorded."""
+    """Raises if a graph is being captured, after the kernels were recorded."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs) if capturing() else self.real(*args, **kwargs)

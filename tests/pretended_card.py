@@ -1,7 +1,7 @@
 """A GPU that is only pretended: a second device, on which tensors have storage of their own and of which there is only
 so much.
 
-Its memory is the CPU's, told apart by storage: a tensor is on `cuda:0` where its storage is one of the card's, and gets
+Its memory is the CPU's, told apart by storage: a tensor is on `cuda:0` if its storage is one of the card's, and gets
 there by a copy, as to a real device. Operations between the two devices raise, allocations over the capacity raise
 `torch.cuda.OutOfMemoryError`, and a graph reads and writes at the addresses it was captured with.
 
@@ -40,6 +40,10 @@ NUMBERS = frozenset({int, float, bool, type(None)})
 BUFFER_BYTES = 1 << 18
 # between devices; a CPU's index may read from a GPU's tensor
 CROSSING = frozenset({"_has_compatible_shallow_copy_type", "copy_", "_to_copy", "_foreach_copy_", "index", "set_"})
+
+_VIEWS = ("alias", "as_strided", "detach", "expand", "permute", "t", "unsqueeze", "view")
+VIEWS = frozenset(getattr(torch.ops.aten, name).default for name in _VIEWS)
+"""Of one tensor, and in its memory: most of what is called, and nothing to count."""
 
 # torch before 2.2 calls it so
 _device = getattr(torch._C, "TensorBase", getattr(torch._C, "_TensorBase", None)).device.__get__
@@ -116,6 +120,8 @@ class Card(TorchDispatchMode):
         return torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=layout)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.recording is None and func in VIEWS:
+            return func(*args, **(kwargs or {}))
         given: list[torch.Tensor] = []
         _collect(args, given)
         if kwargs:

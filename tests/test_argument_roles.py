@@ -224,7 +224,7 @@ def test_the_scale_of_every_generation_is_served_by_one_plan_from_the_second_on(
     assert accelerator.report.counter("captures") == 2 and accelerator.report.counter("eager_runs") == 18
 
 
-def test_a_refused_key_is_tried_again_where_no_generations_are_announced(monkeypatch):
+def test_a_refused_key_is_tried_again_if_no_generations_are_announced(monkeypatch):
     net, accelerator = accelerated(lambda o, g: o)
     steps(net, [None] * 3)
     (plan,) = accelerator.plans.values()

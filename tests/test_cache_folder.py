@@ -147,7 +147,7 @@ def test_folders_are_made_for_the_user_alone(root):
     cache_folder.make(root / "a" / "b", root / "a")
 
 
-def test_nothing_is_made_where_others_may_write(root):
+def test_nothing_is_made_if_others_may_write(root):
     root.chmod(0o777)
     with pytest.raises(PermissionError, match="chmod"):
         cache_folder.make(root / "inner", root)
@@ -271,7 +271,7 @@ def test_a_kernel_that_others_may_have_written_is_compiled_anew(kernel):
 
 
 @pytest.mark.parametrize("whose", ["others write", "another's"])
-def test_kernels_are_compiled_in_memory_where_their_folder_is_refused(kernel, whose, request):
+def test_kernels_are_compiled_in_memory_if_their_folder_is_refused(kernel, whose, request):
     kernel.source.compiled("sm_90a", {})
     (file,) = kernel.folder.iterdir()
     file.unlink()

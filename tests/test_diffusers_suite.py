@@ -75,7 +75,16 @@ def test_a_run_that_ends_without_outcomes_is_an_error(tmp_path: Path):
         suite.run(tmp_path, ["--no-such-option"], suite.STOCK)
 
 
-def test_a_test_that_fails_only_with_accelerated_models_is_found(tmp_path: Path):
+def test_a_test_that_fails_only_with_accelerated_models_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run_in_a_process, done = suite.run, dict[str, suite.Run]()
+
+    def once_each_way(checkout: Path, tests: list[str], way: str) -> suite.Run:
+        # a second run of the same would have the same outcomes
+        if way not in done:
+            done[way] = run_in_a_process(checkout, tests, way)
+        return done[way]
+
+    monkeypatch.setattr(suite, "run", once_each_way)
     file = tmp_path / "tests" / "test_model.py"
     file.parent.mkdir()
     file.write_text(MODEL, encoding="utf-8")
@@ -84,3 +93,4 @@ def test_a_test_that_fails_only_with_accelerated_models_is_found(tmp_path: Path)
     assert (found.without.passed(), found.accelerated.passed()) == (2, 1)
     # each of the three calls of the two models, the first one included
     assert found.accelerated.counters["eager_runs"] == 6 and not found.without.counters
+    assert set(done) == {suite.STOCK, suite.ACCELERATED, suite.UNCHANGED}

@@ -41,7 +41,7 @@ def test_sizes_and_rows_are_exchanged_and_all_else_is_kept():
 def test_the_length_of_the_prompt_and_of_its_mask_is_exchanged():
     def call(rows, tokens):
         prompt, mask = torch.zeros(rows, tokens, 64), torch.ones(rows, tokens, dtype=torch.int64)
-        # those of an IP-Adapter's picture, and the pooled prompt, have no length that follows
+        # those of an IP-Adapter's image, and the pooled prompt, have no length that follows
         others = [torch.zeros(rows, 4, 64), torch.zeros(rows, 1280)]
         return (latent(rows), torch.tensor(3), prompt, mask, others)
 

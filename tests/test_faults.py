@@ -158,6 +158,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.usefixtures("two_levels")
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_that_fails_costs_that_kernel(name, monkeypatch, kernels_on_the_cpu):
     module, fail, kind = KERNELS[name]
@@ -176,6 +177,7 @@ def test_a_kernel_that_fails_costs_that_kernel(name, monkeypatch, kernels_on_the
     pair.release()
 
 
+@pytest.mark.usefixtures("two_levels")
 def test_kernels_that_all_fail_leave_what_pytorch_does(monkeypatch, kernels_on_the_cpu):
     pair, captures = Pair("unet"), Counting(monkeypatch)
     every = set().union(*(fail for _, fail, _ in KERNELS.values()))
@@ -242,7 +244,7 @@ def test_another_size_is_tried_although_one_was_given_up(monkeypatch):
     pair.same(2)
     assert pair.runs == before
     pair.release()
-    # and so is the first where the accelerator is put on anew
+    # and so is the first if the accelerator is put on anew
     pair.acc.install()
     pair.plan_runs_again()
 
@@ -441,7 +443,7 @@ def test_a_model_that_gives_nan_gives_nan_and_nothing_is_tried_for_ever():
     pair.release()
 
 
-def test_a_plan_that_gives_nan_where_the_model_does_not_is_given_up(monkeypatch):
+def test_a_plan_that_gives_nan_if_the_model_does_not_is_given_up(monkeypatch):
     real = Plan.run_eagerly
     monkeypatch.setattr(Plan, "run_eagerly", lambda plan, leaves: [o * float("nan") for o in real(plan, leaves)])
     pair = Pair()

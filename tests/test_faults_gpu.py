@@ -358,7 +358,7 @@ def test_a_kernel_that_waits_for_the_gpu_in_a_capture_costs_the_graph_only():
 @pytest.mark.gpu
 @pytest.mark.parametrize("spoil", [lambda data: b"", lambda data: data[:10], lambda data: bytes(len(data))],
                          ids=["empty", "cut off", "zeros"])  # fmt: skip
-def test_a_spoilt_cache_of_triton_spoils_no_picture(spoil, tmp_path):
+def test_a_spoilt_cache_of_triton_spoils_no_image(spoil, tmp_path):
     pytest.importorskip("triton")
     whole = python(COMPUTES, TRITON_CACHE_DIR=str(tmp_path))
     files = [file for file in tmp_path.rglob("*") if file.is_file()]

@@ -40,7 +40,7 @@ def test_it_ends_well_and_does_nothing_that_takes_long():
 
 
 @pytest.mark.parametrize("triton", ["triton", "triton-windows"])
-def test_silent_where_nothing_is_missing(monkeypatch, install, triton):
+def test_silent_if_nothing_is_missing(monkeypatch, install, triton):
     packages(monkeypatch, install, torch="2.1.2+cu121", **{triton: "3.0"})
     assert install.remarks() == []
 

@@ -296,7 +296,7 @@ def test_states_differ_by_sign_and_word():
     assert len(set(signs.values())) == len(signs)
 
 
-def test_details_open_by_keyboard_and_close_without_interrupting_the_picture():
+def test_details_open_by_keyboard_and_close_without_interrupting_the_image():
     script = """
         const [first] = badges();
         const button = byClass('sfast-state', first);
@@ -343,7 +343,7 @@ def test_names_are_text(name):
         shown.job = document.getElementById('stable_fast_job').textContent;
     """
     shown = run(READ + script, {**STATUS, "badge": badge, "reasons_listed": [reason], **more})
-    # the stand-in of the page raises where HTML is set
+    # the stand-in of the page raises if HTML is set
     assert shown["badge"] == f"original: {name} 4x" and name in shown["details"]
     assert name + " 4x" in shown["tab"] and shown["tab"].count(name) >= 5
     assert shown["job"].count(name) >= 7
@@ -354,7 +354,7 @@ def test_without_an_answer():
 
 
 @pytest.mark.parametrize("code", ["hypernetwork", None])
-def test_the_details_link_to_what_can_be_done_where_something_can(code):
+def test_the_details_link_to_what_can_be_done_if_something_can(code):
     script = READ + "shown.links = byTag('a', byClass('sfast-details')).map((each) => each.href);"
     shown = run(script, {**STATUS, "badge": {**STATUS["badge"], "help": code}})
     assert shown["links"] == ([] if code is None else ["./sfast/v1/help#hypernetwork"])

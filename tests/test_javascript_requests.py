@@ -10,7 +10,7 @@ def test_one_request_at_the_start_and_none_while_idle():
     assert shown == {"urls": ["./sfast/v1/status"], "timers": 0}
 
 
-def test_it_asks_while_a_picture_is_made_and_stops_after():
+def test_it_asks_while_an_image_is_made_and_stops_after():
     script = """
         on.click({target: buttons[1]});
         shown.started = timers.size;

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # the command line sees to its own output
 FILES = [
-    *(f for f in (ROOT / "sfast_ext").rglob("*.py") if "tools" not in f.parts and f.name != "cli.py"),
+    *(f for f in (ROOT / "sfast_ext").rglob("*.py") if not {"tools", "cli"} & {*f.parts}),
     *(ROOT / "scripts").glob("*.py"),
     ROOT / "install.py",
 ]

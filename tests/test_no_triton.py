@@ -23,7 +23,7 @@ from sfast_ext.tools.lib import models
 from sfast_ext.weights.arena import WeightArena
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-# of the benchmark: model, width, height, pictures. Without kernels of ours no pass asks how large a size is, only
+# of the benchmark: model, width, height, images. Without kernels of ours no pass asks how large a size is, only
 # whether it divides
 CASES = [
     ("sd15", 512, 512, 1),

@@ -214,7 +214,7 @@ def test_the_users_choice_holds_for_the_next_file(monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["wanted", "compressed"])
-def test_an_exception_loses_no_picture(monkeypatch, where):
+def test_an_exception_loses_no_image(monkeypatch, where):
     def fail(*args):
         raise RuntimeError("no more threads")
 
@@ -291,7 +291,7 @@ def test_a_pillow_that_does_it_otherwise_keeps_its_writer(monkeypatch, broken):
     assert Image.SAVE["PNG"] is save
 
 
-def test_several_pictures_at_once(ours):
+def test_several_images_at_once(ours):
     pictures = [image(photograph((60 + n, 80), 3)) for n in range(8)]
     expected = [stream(pillows(im)) for im in pictures]
     with ThreadPoolExecutor(8) as pool:
@@ -305,7 +305,7 @@ def test_no_thread_stays(ours):
     assert ours and threading.active_count() == before
 
 
-def test_a_picture_that_is_saved_while_python_ends(tmp_path):
+def test_an_image_that_is_saved_while_python_ends(tmp_path):
     program = """
         import atexit, sys
         import numpy as np

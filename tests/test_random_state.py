@@ -1,4 +1,4 @@
-"""Torch's random state is the host's: a picture is being made while plans are."""
+"""Torch's random state is the host's: an image is being made while plans are."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ def test_what_a_host_keeps_of_a_weight_and_puts_back_is_not_written_to(pair, lay
     pair.same(3)
     pair.both(put_back)
     pair.same(3)
-    # where the object itself is kept it gets memory of its own, and the plan stays
+    # if the object itself is kept it gets memory of its own, and the plan stays
     assert pair.counter("captures") == (1 if kept == "parameter" else 2)
     pair.acc.release()
     pair.same(1)

@@ -136,7 +136,7 @@ def test_an_error_that_comes_at_every_call_is_one_event_whichever_stages_it_fail
     assert len(messages(report)) == 2 and report.counter("errors") == 60
 
 
-def test_what_the_last_picture_had_is_told_apart_from_all_since_the_start():
+def test_what_the_last_image_had_is_told_apart_from_all_since_the_start():
     report = Report()
     for _ in range(3):
         report.bypassed("a hypernetwork is active")
@@ -148,7 +148,7 @@ def test_what_the_last_picture_had_is_told_apart_from_all_since_the_start():
     assert report.as_dict()["last_pass"] == {"accelerated": 0, "bypassed": 1, "prepared": 0}
 
 
-def test_a_pass_without_a_call_leaves_the_last_picture_as_it_was():
+def test_a_pass_without_a_call_leaves_the_last_image_as_it_was():
     report = Report()
     report.count("captures")
     report.count("replays", 19)

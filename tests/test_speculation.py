@@ -179,7 +179,7 @@ def test_a_plan_for_weights_of_another_shape_has_the_key_of_its_own_behaviour(pa
         pair.same()
 
 
-def test_the_replay_goes_first_within_a_generation_and_where_none_are_told(pair, monkeypatch):
+def test_the_replay_goes_first_within_a_generation_and_if_none_are_told(pair, monkeypatch):
     assert order(pair, monkeypatch) == ["replay", "key", "weights"]
     pair.acc.new_generation()
     assert order(pair, monkeypatch) == ["weights", "replay", "key"]

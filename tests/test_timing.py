@@ -42,7 +42,7 @@ def test_a_step_is_what_the_clock_moves_by(step):
     assert Timer(clock).step() == pytest.approx(max(step, clock.reading), rel=0.03)
 
 
-def test_a_fine_clock_is_not_taken_for_a_coarse_one_where_the_thread_is_interrupted():
+def test_a_fine_clock_is_not_taken_for_a_coarse_one_if_the_thread_is_interrupted():
     clock = StandInClock()
     interrupted = iter([0.0, 0.0, 0.02])  # between the readings of the second change
 
@@ -182,7 +182,7 @@ def test_the_pace_is_that_of_calls_one_after_the_other():
     now[0] += 100
     pace.restart()
     pace.tick()
-    # two calls do not make a pace: that of the picture before is kept
+    # two calls do not make a pace: that of the image before is kept
     pace.tick()
     assert pace.per_second() == 4
     for _ in range(3):

@@ -48,10 +48,6 @@ _SILENT: tuple[type, ...] = (
     type(threading.RLock()), threading.Condition, threading.Semaphore, contextvars.Token, torch.Generator,
 )  # fmt: skip
 """Types without influence on what a forward computes. What it draws from a generator of torch is seen by a capture."""
-FUNCTIONS = (
-    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, functools.partial,
-    functools.partialmethod, staticmethod, classmethod, property, functools.cached_property,
-)  # fmt: skip
 _CONTAINERS = (list, dict, set, deque, tuple, frozenset)
 _BUFFERS = (bytearray, memoryview, array.array)
 _VALUES = (int, float, complex, str, bytes, decimal.Decimal, fractions.Fraction, range)

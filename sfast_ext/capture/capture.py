@@ -26,8 +26,9 @@ from sfast_ext.capture.fake_trace import finish_lazy_codegen, record
 from sfast_ext.capture.live_trace import LiveTrace
 from sfast_ext.capture.real_tensors import LIFTS
 from sfast_ext.capture.state import State
+from sfast_ext.preparation import Interrupted
 from sfast_ext.reasons import Declined, Reason
-from sfast_ext.report import words_of
+from sfast_ext.report import breathe, words_of
 from sfast_ext.weights.arena import WeightArena
 from sfast_ext.weights.weight import Weight
 
@@ -90,6 +91,7 @@ def capture(
     Raises:
         CaptureRefused: the forward writes to a parameter or an argument, reads a value from the device or of a weight,
             draws random numbers, depends on data, keeps state, or reads a tensor of unknown owner.
+        Interrupted: by the user, in a rehearsal.
     """
     started = time.perf_counter()
     recorded = _recorded(function, call, inputs, arena, ignored, state)
@@ -162,12 +164,15 @@ def _recorded(
 
     before = State(arena.root, function, ignored) if state is None else state
     graph_module: fx.GraphModule | None = None
-    refusal: CaptureRefused | None = None
+    refusal: CaptureRefused | Interrupted | None = None
     made: leftovers.Made = []
     try:
         as_hosts = contextlib.nullcontext() if arena.order.is_hosts() else arena.order.host()
         with as_hosts, torch.inference_mode(False), torch.no_grad():
             graph_module = record(flat, inputs, arena.root, ignored, lambda tensor: _path(arena, tensor), made)
+    except Interrupted as exc:
+        refusal = exc
+        leftovers.forget_locals(exc)
     except Exception as exc:
         refusal = CaptureRefused(exc.reason) if isinstance(exc, NotOurs) else _refusal(exc, arena.root)
         refusal.__cause__ = exc
@@ -175,6 +180,8 @@ def _recorded(
     finally:
         left_behind, passing = before.put_back(ignored_too=True)
     elsewhere = leftovers.take_out(made, graph_module)
+    # the forward may have taken an interruption for a failure of its own code, and gone another way
+    breathe()
     if refusal is not None:
         raise refusal
     left_behind = left_behind or elsewhere

@@ -26,7 +26,7 @@ from sfast_ext.call_signature import numerical_flags
 from sfast_ext.capture import block_reuse, device_guard, foreign_ops, imports, quick_record
 from sfast_ext.capture.interception import intercepted
 from sfast_ext.capture.real_tensors import LIFTS, READS, RealTensors
-from sfast_ext.report import logger
+from sfast_ext.report import breathe, logger
 
 try:
     from torch._subclasses.fake_tensor import in_kernel_invocation_manager as _as_meta
@@ -151,6 +151,7 @@ class _MemoFakeMode(FakeTensorMode):
         """Told of writes to real tensors, which are not executed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        breathe()
         kwargs = kwargs or {}
         if self.known is None or not _depends_on_metadata(func):
             if self.real is not None:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sfast_ext.call_signature import autocast_mode
 from sfast_ext.capture.real_tensors import OperationGuard
 from sfast_ext.environment import TORCH
+from sfast_ext.report import breathe
 
 try:
     from torch._ops import _get_dispatch_mode_pre_dispatch
@@ -73,6 +74,7 @@ class _QuickRecorder:
         self._names: dict[Any, str] = {}
 
     def __call__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        breathe()
         tensors: list[torch.Tensor] = []
         kwargs = kwargs or {}
         try:

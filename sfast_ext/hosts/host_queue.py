@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 
@@ -18,6 +19,17 @@ def queue(name: str) -> Iterator[None]:
         finally:
             shared.state.end()
             shared.state.interrupted = shared.state.skipped = False
+
+
+def waiting() -> bool | None:
+    """Whether somebody waits for the queue, or for the image of a task that the page has sent; None if the host's lock
+    does not tell. A lock of Python's library does not."""
+    from modules import call_queue
+
+    # of the lock of AUTOMATIC1111 and its forks, which serves those who wait in their order
+    threads = getattr(call_queue.queue_lock, "_pending_threads", None)
+    tasks = getattr(sys.modules.get("modules.progress"), "pending_tasks", None)
+    return None if threads is None else bool(threads) or bool(tasks)
 
 
 def interrupted() -> bool:

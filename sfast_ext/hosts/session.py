@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 
 from sfast_ext import environment, parallel_png, preparation, reasons
 from sfast_ext.accelerator import Accelerator
-from sfast_ext.hosts import host_queue, webui_probes, xyz
+from sfast_ext.hosts import host_queue, idle, webui_probes, xyz
 from sfast_ext.hosts.answers import Answers
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
@@ -88,7 +88,7 @@ class Session:
             session.register()
         except Exception as exc:
             cls.running = None
-            session.rehearsals.jobs.close()
+            session.rehearsals.close()
             session.release_models()
             session.installation.fail()
             raise NotInstalled(words_of(exc)) from exc
@@ -161,6 +161,7 @@ class Session:
         host.add(parallel_png.install(self._compresses))
         self.install(host)
         host.feature(webui_probes.ANSWERS, self._answer)
+        host.feature(webui_probes.JOBS, lambda: idle.install(self))
 
     def _make_script(self) -> None:
         self.script = self.request_script()
@@ -179,7 +180,7 @@ class Session:
 
     def release(self) -> None:
         """Release everything. Called when the host unloads its scripts, which it may load again."""
-        self.rehearsals.jobs.close()
+        self.rehearsals.close()
         self.release_models()
         self.installation.undo()
 
@@ -306,9 +307,8 @@ class Session:
         # a host goes through the result: our exceptions must leave it an empty one
         try:
             source, jobs = self.source, self.source.jobs
-            return tab.tabs(
-                tab.Actions(source.drop, source.report, jobs.prepare, jobs.measure, jobs.cancel, jobs.measurements)
-            )
+            actions = source.drop, source.report, jobs.prepare, jobs.measure, jobs.cancel, jobs.measurements
+            return tab.tabs(tab.Actions(*actions, source.page_may_read))
         except Exception as exc:
             self.report.error("the tab", exc)
             return []

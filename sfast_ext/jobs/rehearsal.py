@@ -11,6 +11,7 @@ import torch
 
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.example_call import ExampleCall, UnknownInput
+from sfast_ext.jobs.kept_calls import KeptCall
 from sfast_ext.plans.plan import Plan
 from sfast_ext.reasons import text
 from sfast_ext.report import Report, rehearsal, words_of
@@ -34,6 +35,7 @@ class Rehearsal:
         stopped: asked between calls, and at each stage of a preparation by the host's own hook.
         one_by_one: whether the host calls the model for the prompt and for the negative prompt, one by one, if their
             lengths differ.
+        kept: a call of an earlier process, to go by while there was none in this one.
 
     Raises:
         Refused: no image was made yet.
@@ -46,18 +48,24 @@ class Rehearsal:
         name_images: Callable[[int], object],
         stopped: Callable[[], bool],
         one_by_one: bool = False,
+        kept: KeptCall | None = None,
     ) -> None:
         plan = template(accelerator)
-        if accelerator is None or plan is None:
+        if accelerator is None or (plan is None and kept is None):
             raise Refused(MAKE_ONE)
         self._accelerator, self._report = accelerator, report
         self._name_images, self._stopped, self._one_by_one = name_images, stopped, one_by_one
-        self._device = plan.device
+        if plan is not None:
+            self._device, signature = plan.device, plan.signature
+            pictures = words.images_of(plan.label, signature.shapes())
+        else:
+            assert kept is not None
+            self._device, signature = next(accelerator.module.parameters()).device, kept.signature
+            pictures = kept.wanted.pictures
         try:
-            self._call = ExampleCall(plan.signature)
+            self._call = ExampleCall(signature)
         except UnknownInput as exc:
             raise Refused(f"{exc}; {MAKE_ONE}") from exc
-        pictures = words.images_of(plan.label, plan.signature.shapes())
         # with guidance a call has two rows for each image
         self._rows = self._call.rows // pictures if pictures else (2 if self._call.rows % 2 == 0 else 1)
 

@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
+import torch
+
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
 from sfast_ext.jobs.job import Job, Jobs, Row
+from sfast_ext.jobs.kept_calls import KeptCall
 from sfast_ext.jobs.measurements import Measurements
 from sfast_ext.jobs.rehearsal import Rehearsal
 from sfast_ext.report import Report
@@ -50,6 +53,8 @@ class Rehearsals:
     def __init__(self, host: Host, jobs: Jobs) -> None:
         self._host, self.jobs = host, jobs
         self.measurements = Measurements()
+        self.before_users_job: Callable[[], object] = lambda: None
+        """Called before a job that the user starts: what was begun without him ends."""
 
     def prepare(self, wanted: Sequence[Wanted]) -> dict[str, Any]:
         """Make plans ahead of time. Returns the job's status.
@@ -77,6 +82,36 @@ class Rehearsals:
             )
         return self._start(MEASURE, wanted, Rehearsal.measure, keep)
 
+    def close(self) -> None:
+        """End what runs, and what would begin by itself."""
+        self.before_users_job()
+        self.jobs.close()
+
+    def ahead(self, kept: KeptCall, wanted: Callable[[Accelerator | None], bool]) -> dict[str, Any]:
+        """Make the plan of a call that an earlier process kept. Returns the job's status.
+
+        Args:
+            wanted: asked within the host's queue, of the model that is loaded then.
+
+        Raises:
+            Refused: another job runs.
+        """
+
+        @contextlib.contextmanager
+        def begin() -> Iterator[Callable[[int], Row | None]]:
+            if not wanted(self._host.loaded()):
+                yield lambda number: None
+                return
+            with self._begun(lambda rehearsal, number: rehearsal.prepare(kept.wanted), kept) as step:
+                try:
+                    yield step
+                finally:
+                    if torch.cuda.is_initialized():
+                        # what the calls worked in: nothing needs it until an image is made
+                        torch.cuda.empty_cache()
+
+        return self.jobs.start(PREPARE, [kept.wanted.label], begin)
+
     def _start(
         self,
         kind: str,
@@ -86,22 +121,28 @@ class Rehearsals:
     ) -> dict[str, Any]:
         if not self._host.config().enabled:
             raise Refused("Stable Fast is switched off: switch it on in Settings > Stable Fast")
+        self.before_users_job()
         self._rehearsal()
+        labels = [each.label for each in wanted]
+        return self.jobs.start(
+            kind, labels, lambda: self._begun(lambda rehearsal, number: work(rehearsal, wanted[number])), end
+        )
 
-        @contextlib.contextmanager
-        def begin() -> Iterator[Callable[[int], Row | None]]:
-            # while the job waited, another model may have been loaded
-            self._host.follow_loaded()
-            rehearsal = self._rehearsal()
-            try:
-                with rehearsal.begun():
-                    yield lambda number: work(rehearsal, wanted[number])
-            finally:
-                self._host.name_images(None)
+    @contextlib.contextmanager
+    def _begun(
+        self, work: Callable[[Rehearsal, int], Row | None], kept: KeptCall | None = None
+    ) -> Iterator[Callable[[int], Row | None]]:
+        """Around a job, within the host's queue: gives the function that does a step."""
+        # while the job waited, another model may have been loaded
+        self._host.follow_loaded()
+        rehearsal = self._rehearsal(kept)
+        try:
+            with rehearsal.begun():
+                yield lambda number: work(rehearsal, number)
+        finally:
+            self._host.name_images(None)
 
-        return self.jobs.start(kind, [each.label for each in wanted], begin, end)
-
-    def _rehearsal(self) -> Rehearsal:
+    def _rehearsal(self, kept: KeptCall | None = None) -> Rehearsal:
         host = self._host
         one_by_one = host.prompts_one_by_one()
-        return Rehearsal(host.loaded(), host.report, host.name_images, lambda: self.jobs.stopped(), one_by_one)
+        return Rehearsal(host.loaded(), host.report, host.name_images, lambda: self.jobs.stopped(), one_by_one, kept)

@@ -20,13 +20,21 @@ import torch
 from torch import nn
 
 from sfast_ext import Accelerator, Config, accelerate
-from sfast_ext.tools.lib import changes, contact_sheet, machine, models, pipelines
+from sfast_ext.tools.lib import changes, difference_sheet, machine, models, names, pace, pipelines
+from sfast_ext.tools.lib.difference_sheet import Compared, figure
 from sfast_ext.tools.text import number, table
 
 PROMPTS = ("a lighthouse on a cliff, oil on canvas", "a fox in the snow, early morning")
 # Mean absolute difference of an image, of 255. In half precision each step of the sampler carries on the rounding of
 # the one before, and guidance multiplies it: an error of 0.002 in each call comes to 0.15 after 20 steps.
 TOLERANCE = {torch.float32: 0.5, torch.float16: 2.0}
+IMAGES = 9
+ON_THE_SHEET = 4
+"""So many of the first rows, each of another kind, are on the sheet."""
+ON_A_CPU = (
+    "There is no NVIDIA GPU here, so this runs on the CPU, which Stable Fast is not made for. It shows that the\n"
+    "images are the same. Its times say nothing about a GPU: here an image may take longer with Stable Fast."
+)
 
 
 @dataclass
@@ -38,6 +46,8 @@ class Options:
     steps: int | None
     size: tuple[int, int] | None
     json: Path | None
+    verbose: bool = False
+    """Show the first calls, the captures, and what plans consist of, as well."""
 
 
 @dataclass
@@ -50,6 +60,9 @@ class Row:
     ms_after: float
     first_call_ms: float
     difference: float
+    """The mean over the image, of 255."""
+    largest: float
+    """In one pixel, of 255."""
     error: float | None
     captures: int
     new_captures: int
@@ -115,7 +128,7 @@ class Demo:
         self.fast.register_modules(unet=unet)
         self.accelerator: Accelerator = accelerate(unet, Config(allow_cpu=device.type == "cpu"))
         self.rows: list[Row] = []
-        self.images: tuple[np.ndarray, np.ndarray] | None = None
+        self.compared: list[Compared] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,8 +155,8 @@ class Demo:
         captures = self._captures()
         before, image = self._generate(self.plain, prompt, size)
         after, accelerated = self._generate(self.fast, prompt, size)
-        if self.images is None:
-            self.images = image, accelerated
+        one = Compared(f"{what}, {size[0]}x{size[1]}", image, accelerated)
+        self.compared.append(one)
         self.rows.append(
             Row(
                 what,
@@ -152,6 +165,7 @@ class Demo:
                 after.usual,
                 after.each[0],
                 _difference(image, accelerated),
+                float(one.apart.max()),
                 self._error(),
                 self._captures(),
                 self._captures() - captures,
@@ -209,9 +223,9 @@ def _schedule(demo: Demo) -> list[Callable[[], None]]:
         lambda: demo.image(
             "LoRA, as AUTOMATIC1111", changed=demo.change(lambda unet: changes.lora_in_place(unet, seed=1))
         ),
+        lambda: demo.image("another size", size=other, may_capture=True),
         lambda: demo.image("LoRA, as SD.Next", changed=demo.change(lambda unet: changes.lora_replaced(unet, seed=2))),
         diffusers_lora,
-        lambda: demo.image("another size", size=other, may_capture=True),
         lambda: demo.image("the first size again"),
         lambda: demo.image(
             "another checkpoint",
@@ -242,32 +256,37 @@ def faults(demo: Demo) -> list[str]:
     return found
 
 
-def write_images(original: np.ndarray, accelerated: np.ndarray, out: Path) -> float:
-    """original.png, accelerated.png and difference.png; returns by how much the last is amplified."""
-    from PIL import Image
-
-    out.mkdir(parents=True, exist_ok=True)
-    difference = np.abs(original.astype(np.float64) - accelerated)
-    amplified = contact_sheet.amplification(difference)
-    for name, image in (
-        ("original", original),
-        ("accelerated", accelerated),
-        ("difference", np.clip(np.nan_to_num(difference) * amplified, 0, 1)),
-    ):
-        Image.fromarray((np.nan_to_num(image) * 255).round().astype("uint8")).save(out / f"{name}.png")
-    return amplified
+def verdict(demo: Demo, found: list[str]) -> str:
+    """The last line: whether the images agree, and by how much they differ at most."""
+    largest, mean = (max(each) for each in zip(*((row.largest, row.difference) for row in demo.rows)))
+    tolerance = TOLERANCE.get(demo.dtype, 2.0)
+    figures = f"largest difference {figure(largest)} of 255, on average {figure(mean)} where {tolerance} is allowed"
+    agree = mean <= tolerance
+    if not found:
+        return f"Images agree: {figures}. PASS"
+    return f"Images {'agree' if agree else 'differ'}: {figures}. {len(found)} faults are listed above. FAIL"
 
 
-def report(demo: Demo) -> str:
+def report(demo: Demo, verbose: bool) -> str:
     """The tables."""
+    head = ("image", "size", "original", "accelerated", "difference")
+    rows = [
+        (row.what, row.size, f"{row.ms_before:.1f} ms", f"{row.ms_after:.1f} ms", figure(row.largest))
+        for row in demo.rows
+    ]
+    parts = [
+        table(head, rows),
+        "original, accelerated: time of one step, median. difference: the largest in a pixel, of 255.",
+    ]
+    return "\n\n".join([*parts, *(_internals(demo) if verbose else ())])
+
+
+def _internals(demo: Demo) -> list[str]:
+    """What is of use to those who change Stable Fast."""
     plans = demo.accelerator.status()["plans"]
-    head = ("", "size", "without", "with", "first call", "difference", "captures")
     rows = [
         (
             row.what,
-            row.size,
-            f"{row.ms_before:.1f} ms",
-            f"{row.ms_after:.1f} ms",
             f"{row.first_call_ms:.0f} ms",
             f"{row.difference:.5f}",
             f"{row.captures} (+{row.new_captures})" if row.new_captures else str(row.captures),
@@ -275,35 +294,35 @@ def report(demo: Demo) -> str:
         for row in demo.rows
     ]
     parts = [
-        table(head, rows),
-        "without, with: one call of the UNet, median. first call: the first one with the accelerator after the change, "
-        "all costs\nof the change in it. difference: mean over the image, of 255. captures: since the start.",
+        table(("image", "first call", "mean difference", "captures"), rows),
+        "first call: the first accelerated one after the change, with all costs of the change. captures: since the"
+        " start.",
     ]
-    fused = [(name, *(plan["fused"].get(name, 0) for plan in plans)) for name in (plans[0]["fused"] if plans else ())]
-    if plans:
-        parts.append(table(("rewritten", *(f"plan {i + 1}" for i in range(len(plans)))), fused))
-        parts.append(
-            table(
-                ("plan", "state", "error of a call", "replays", "built in"),
-                [
-                    (
-                        i + 1,
-                        plan["state"],
-                        "–" if plan["error"] is None else f"{plan['error']:.1e}",
-                        plan["replays"],
-                        f"{number(plan['first_call_s'])} s",
-                    )
-                    for i, plan in enumerate(plans)
-                ],
-            )
+    if not plans:
+        return parts
+    passes = [name for name in plans[0]["fused"] if any(plan["fused"].get(name) for plan in plans)]
+    fused = [(name, *(plan["fused"].get(name, 0) for plan in plans)) for name in passes]
+    parts.append(table(("rewritten", *(f"plan {i + 1}" for i in range(len(plans)))), fused))
+    states = [
+        (
+            i + 1,
+            plan["state"],
+            "–" if plan["error"] is None else f"{plan['error']:.1e}",
+            plan["replays"],
+            f"{number(plan['first_call_s'])} s",
         )
-    if demo.device.type == "cpu":
-        parts.append("On a CPU this shows that it works; what it gains shows on a GPU.")
-    return "\n\n".join(parts)
+        for i, plan in enumerate(plans)
+    ]
+    parts.append(table(("plan", "state", "error of a call", "replays", "built in"), states))
+    return parts
 
 
 def main(options: Options) -> int:
-    """Run it, print the tables, write the images; 1 if something is not as it has to be."""
+    """Run it, print the table, write the sheet, say whether images agree; 1 if something is not as it has to be.
+
+    Raises:
+        Unavailable: the model cannot be loaded.
+    """
     from tqdm import tqdm
 
     # before it is imported; its remarks on image processors concern nothing here
@@ -311,19 +330,24 @@ def main(options: Options) -> int:
     device = machine.device()
     dtype, steps, size = pipelines.scale(device, options.steps, options.size)
     plain, name, known = pipelines.chosen(options.model, dtype=dtype, device=device)
-    print(f"Stable Diffusion of {name} on {machine.describe()['gpu'] or 'the CPU'}", flush=True)
+    where = machine.describe()["gpu"] or "the CPU"
+    print(f"Stable Diffusion of {name} on {where}", flush=True)
+    if device.type == "cpu":
+        print(ON_A_CPU, flush=True)
+    calls = IMAGES * 2 * steps
+    pace.of_images(device, plain.unet, size, calls)
     plain.set_progress_bar_config(disable=True)
-    with tqdm(total=9 * 2 * steps, unit="call", file=sys.stdout, dynamic_ncols=True, mininterval=0.5) as progress:
+    with tqdm(total=calls, unit="step", file=sys.stdout, dynamic_ncols=True, mininterval=0.5) as progress:
         demo = Demo(plain, known[3:5] if known else PROMPTS, steps, size, device, progress)
         for image in _schedule(demo):
             image()
-    print(f"\n{report(demo)}\n")
-    assert demo.images is not None
-    amplified = write_images(*demo.images, options.out)
-    print(f"{options.out}/: original.png, accelerated.png, difference.png; the last amplified {amplified:g} times")
+    print(f"\n{report(demo, options.verbose)}\n")
     found = faults(demo)
+    said = verdict(demo, found)
+    options.out.mkdir(parents=True, exist_ok=True)
+    title = f"Stable Fast: {name if options.model in (None, *names.ALL) else Path(name).name} on {where}"
+    difference_sheet.sheet(title, demo.compared[:ON_THE_SHEET], said).save(options.out / "sheet.png")
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         result = {**machine.describe(), "rows": [asdict(row) for row in demo.rows], "faults": found}
         options.json.write_text(
             json.dumps({**result, "accelerator": demo.accelerator.status()}, indent=1), encoding="utf-8"
@@ -331,4 +355,6 @@ def main(options: Options) -> int:
     demo.accelerator.release()
     for fault in found:
         print(f"FAULT {fault}")
+    print(f"{options.out / 'sheet.png'} shows original, accelerated and difference next to each other.")
+    print(said)
     return 1 if found else 0

@@ -22,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from sfast_ext import Accelerator, Config, accelerate
-from sfast_ext.tools.lib import Unavailable, attentions, contact_sheet, machine, pipelines
+from sfast_ext.tools.lib import Unavailable, attentions, contact_sheet, machine, pace, pipelines
 from sfast_ext.tools.lib.exact import without_tf32
 from sfast_ext.tools.lib.likeness import Likeness, likeness, missing
 from sfast_ext.tools.text import number, table
@@ -48,7 +48,7 @@ class Options:
 
     model: str | None
     out: Path
-    pictures: int
+    images: int
     steps: int | None
     size: tuple[int, int] | None
     prompts: Path | None
@@ -234,13 +234,13 @@ def _prompts(file: Path | None, ours: Sequence[str]) -> list[str]:
     """The lines of a file, or ours.
 
     Raises:
-        ValueError: it has none.
+        Unavailable: it has none.
     """
     if file is None:
         return list(ours)
     found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not found:
-        raise ValueError(f"{file} has no prompts: write one into each line")
+        raise Unavailable(f"{file} has no prompts: write one into each line")
     return found
 
 
@@ -250,27 +250,29 @@ def _finite(value: Any) -> Any:
 
 
 def main(options: Options) -> int:
-    """Make the images, print the table, write the sheet; 1 if something is not as it has to be."""
+    """Make the images, print the table, write the sheet; 1 if something is not as it has to be.
+
+    Raises:
+        Unavailable: the model, the attention, or exact images cannot be had here.
+    """
     from tqdm import tqdm
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     device = machine.device()
     dtype, steps, size = pipelines.scale(device, options.steps, options.size)
-    try:
-        pipe, name, known = pipelines.chosen(options.model, dtype=dtype, device=device)
-        prompts = _prompts(options.prompts, known or PROMPTS)
-        pipe.set_progress_bar_config(disable=True)
-        attentions.make(options.yardstick, attentions.attention_layers(pipe.unet)[0][1])
-        if options.exact and dtype == torch.float32:
-            raise Unavailable("exact images are made in float32, as all are here")
-    except (OSError, ValueError, Unavailable) as exc:
-        print(exc)
-        return 2
+    if options.exact and dtype == torch.float32:
+        raise Unavailable("--exact makes images in float32, as all are on a CPU: it needs an NVIDIA GPU")
+    own_prompts = _prompts(options.prompts, ())
+    pipe, name, known = pipelines.chosen(options.model, dtype=dtype, device=device)
+    prompts = own_prompts or list(known or PROMPTS)
+    pipe.set_progress_bar_config(disable=True)
+    attentions.make(options.yardstick, attentions.attention_layers(pipe.unet)[0][1])
     print(f"{name} on {machine.describe()['gpu'] or 'the CPU'}", flush=True)
+    pace.of_images(device, pipe.unet, size, 3 * options.images * steps)
     with tqdm(
-        total=(3 + options.exact) * options.pictures, unit="image", file=sys.stdout, dynamic_ncols=True
+        total=(3 + options.exact) * options.images, unit="image", file=sys.stdout, dynamic_ncols=True
     ) as progress:
-        series = Series(pipe, prompts, options.pictures, steps, size, progress.update)
+        series = Series(pipe, prompts, options.images, steps, size, progress.update)
         original = series.images()
         other = series.with_attention(options.yardstick)
         exact = series.exact() if options.exact else None
@@ -287,7 +289,6 @@ def main(options: Options) -> int:
     for sentence in (*missing(), *(f"the {name} {why}" for name, why in bypassed.items() if name != UNET), *found):
         print(sentence)
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         told = {
             "machine": machine.describe(), "model": options.model, "steps": steps, "size": size, "dtype": str(dtype),
             "yardstick": options.yardstick, "rows": [asdict(row) for row in rows], "faults": found,

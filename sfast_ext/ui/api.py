@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from secrets import compare_digest
 from typing import Any, ParamSpec, TypeVar
-from urllib.parse import urlsplit
 
-from sfast_ext.ui import help_page, requests
+from sfast_ext.ui import help_page, permission, requests
 from sfast_ext.ui.bug_report import without_paths
 
 ROOT = "/sfast/v1"
@@ -59,10 +55,20 @@ class Source:
     """Whether the WebUI is at work."""
 
     def __post_init__(self) -> None:
+        self.app: Any = None
+        """The application that the routes were added to; None before that."""
         self.recent = Recent(lambda: public(self.status()), self.busy)
         self.drop = self._changing(self.drop)
         changing = {name: self._changing(getattr(self.jobs, name)) for name in ("prepare", "measure", "cancel")}
         self.jobs = replace(self.jobs, **changing)
+
+    def page_may_read(self, request: Any) -> bool:
+        """Whether the page may show who asks what the routes answer. The same as the routes ask for.
+
+        Args:
+            request: what Gradio gives a function; None if it gives none.
+        """
+        return permission.page_may_read(self.app, request, self.passwords())
 
     def _changing(self, action: Callable[_P, _R]) -> Callable[_P, _R]:
         """An action after which the status is told anew, whether a route or the page takes it."""
@@ -93,7 +99,7 @@ def register(app: Any, source: Source) -> None:
 
     from sfast_ext.ui import models
 
-    recent = source.recent
+    recent, source.app = source.recent, app
 
     def refusal(request: Request, changes: bool) -> Any:
         """The answer to who may not ask this; None to who may."""
@@ -101,10 +107,10 @@ def register(app: Any, source: Source) -> None:
         asks = "text/html" in request.headers.get("accept", "")
         if changes and not source.api_is_on():
             return JSONResponse({"detail": "Not Found"}, status_code=404)
-        if not allowed(app, request, source.passwords()):
+        if not permission.allowed(app, request, source.passwords()):
             headers = {"WWW-Authenticate": "Basic"} if asks or changes else {}
             return JSONResponse({"detail": "Unauthorized"}, status_code=401, headers=headers)
-        if changes and not same_site(request):
+        if changes and not permission.same_site(request):
             return JSONResponse({"detail": "Another site must not change anything here"}, status_code=403)
         return None
 
@@ -288,47 +294,6 @@ class Recent:
 def plans(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The plans of all networks, each with the name of its network."""
     return [{"network": each.get("name"), **plan} for each in status["accelerators"] for plan in each.get("plans", ())]
-
-
-def same_site(request: Any) -> bool:
-    """Whether a request comes from a page of this server, or from no page at all."""
-    site = request.headers.get("sec-fetch-site")
-    if site is not None:
-        return site in ("same-origin", "none")
-    origin = request.headers.get("origin")
-    if origin is None:
-        return True
-    hosts = (request.headers.get("host"), request.headers.get("x-forwarded-host"))
-    return urlsplit(origin).netloc in hosts
-
-
-def allowed(app: Any, request: Any, passwords: Mapping[str, str]) -> bool:
-    """Whether a request may read the status."""
-    page = getattr(app, "auth", None)  # Gradio's: passwords by user, or a function of both
-    if page is None and not passwords:
-        return True
-    if page is not None:
-        token = request.cookies.get("access-token") or request.cookies.get("access-token-unsecure")
-        if token is not None and token in (getattr(app, "tokens", None) or {}):
-            return True
-    user, password = _basic(request.headers.get("authorization", ""))
-    if user is None:
-        return False
-    if callable(page) and page(user, password):
-        return True
-    known = [each.get(user) for each in (passwords, page) if isinstance(each, Mapping)]
-    return any(each is not None and compare_digest(each.encode(), password.encode()) for each in known)
-
-
-def _basic(header: str) -> tuple[str | None, str]:
-    scheme, _, value = header.partition(" ")
-    if scheme.lower() != "basic":
-        return None, ""
-    try:
-        user, _, password = base64.b64decode(value, validate=True).decode().partition(":")
-    except (binascii.Error, UnicodeDecodeError):
-        return None, ""
-    return user, password
 
 
 def public(status: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ class HostConfig(Config):
     """Whether the VAE is accelerated as well."""
     png: bool = True
     """Whether the WebUI's PNG files are compressed by several threads."""
+    ahead: bool = True
+    """Whether the size used last is prepared after the start, while no image is made."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,14 @@ SETTINGS = (
         "Write PNG files with several cores",
         "The WebUI compresses them with one core, which takes about 0.2 seconds for an image of 1024x1024, and longer "
         "for a grid. Pixels, infotext and the size of the file stay the same",
+    ),
+    Setting(
+        "sfast_ahead",
+        "ahead",
+        "Prepare the last size after the start",
+        "In AUTOMATIC1111, while no image is made after its start, the size, batch and prompt length used last are "
+        "prepared, so that the first image is fast as well. It ends when an image begins. Not on cards below 12 GB, "
+        "and not with --medvram or --lowvram",
     ),
     Setting(
         "sfast_faster_sums",

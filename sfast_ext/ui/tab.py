@@ -10,6 +10,10 @@ from typing import Any
 from sfast_ext.ui import chart, requests
 
 TITLE, KEY = "Stable Fast", "stable_fast"
+PASSWORD = (
+    "The WebUI's API asks for a password. Open the address /sfast/v1/report of this WebUI in this browser and log in,"
+    " then press the button again."
+)
 NO_CHART = "There is nothing to draw: no size was measured yet, or matplotlib is not installed."
 
 
@@ -27,6 +31,8 @@ class Actions:
     cancel: Callable[[], bool]
     measurements: Callable[[], list[dict[str, Any]]]
     """Those that were kept, oldest first."""
+    may_read: Callable[[Any], bool] = lambda request: True
+    """Whether who makes a request of Gradio's may read what the routes answer."""
 
 
 def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
@@ -40,10 +46,19 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         # each sentence in its own element: the host translates those that it finds
         return f"<span>Plans dropped:</span> {actions.drop()}. <span>They are made anew when they are needed.</span>"
 
-    def drawn() -> tuple[Any, str]:
+    def drawn(request: Any = None) -> tuple[Any, str]:
+        if not actions.may_read(request):
+            return gradio.update(visible=False), PASSWORD
         figure = chart.figure(actions.measurements())
         return gradio.update(value=figure, visible=figure is not None), "" if figure is not None else NO_CHART
 
+    def reported(request: Any = None) -> str:
+        return actions.report() if actions.may_read(request) else PASSWORD
+
+    if hasattr(gradio, "Request"):
+        # Gradio gives a request to an argument of this type
+        for each in (drawn, reported):
+            each.__annotations__["request"] = gradio.Request
     refresh, watch = "() => { stableFast.refresh(); }", "() => { stableFast.watch(); }"
     with gradio.Blocks(analytics_enabled=False) as page:
         gradio.HTML('<div id="stable_fast_view">Loading ...</div>', elem_id="stable_fast_tables")
@@ -110,7 +125,7 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
             fn=None, _js=watch
         )
         chart_button.click(fn=drawn, outputs=[plot, told], api_name=False)
-        report_button.click(fn=actions.report, outputs=[text], api_name=False).then(
+        report_button.click(fn=reported, outputs=[text], api_name=False).then(
             fn=None, _js="(text) => { stableFast.copy(text); }", inputs=[text]
         )
     return [(page, TITLE, KEY)]

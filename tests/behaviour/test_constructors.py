@@ -107,7 +107,7 @@ def test_what_makes_an_object_is_read(place, name):
 
 
 @pytest.mark.parametrize("place", MADE[:1] + MADE[3:])
-def test_a_value_that_cannot_be_compared_is_unchanging_where_objects_may_be_made(place):
+def test_a_value_that_cannot_be_compared_is_unchanging_if_objects_may_be_made(place):
     keys = keys_of(Model(place(iter([1.0]))[0]))
     assert keys.read()[1] is None and keys.trusted
 

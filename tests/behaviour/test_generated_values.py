@@ -72,7 +72,7 @@ def in_a_closure(value):
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(GENERATED, st.sampled_from([Processor, in_a_closure]), st.data())
-def test_a_change_anywhere_is_seen_and_none_is_seen_where_nothing_changes(value, place, data):
+def test_a_change_anywhere_is_seen_and_none_is_seen_if_nothing_changes(value, place, data):
     twin = copy.deepcopy(value)
     model = Model(place(value))
     before = fingerprint(model)

@@ -226,7 +226,7 @@ def forward_in_a_list(self, x):
 
 @pytest.mark.parametrize("name", ["network_forward", "forward_in_a_list"])
 @pytest.mark.parametrize("function", ["group_norm", "leaky_relu"])
-def test_what_torchs_own_forward_calls_is_seen_where_a_host_keeps_that_in_an_object(name, function, monkeypatch):
+def test_what_torchs_own_forward_calls_is_seen_if_a_host_keeps_that_in_an_object(name, function, monkeypatch):
     net, _ = made()
     scope = {"__name__": "extensions_builtin.lora.networks"}
     exec(compile(KEPT, "/webui/extensions-builtin/Lora/networks.py", "exec"), scope)

@@ -1,4 +1,4 @@
-"""What a picture's time is made of, from spans that are written down here."""
+"""What an image's time is made of, from spans that are written down here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_gpu_waits_for_the_phase_in_which_it_runs_nothing():
     assert idle + found["gpu_busy_ms"] == found["request_ms"]
 
 
-def test_a_phase_that_one_picture_lacks_counts_for_nothing_there():
+def test_a_phase_that_one_image_lacks_counts_for_nothing_there():
     longer, shorter = of_picture(REQUEST, []), of_picture([Span("request", 0, 50 * MS)], [(0, 10 * MS)])
     found = mean([longer, shorter])
     assert found["request_ms"] == 75 and found["gpu_busy_ms"] == 5

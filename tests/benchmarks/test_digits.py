@@ -1,4 +1,4 @@
-"""Digits: how pictures become latents and latents pictures, what a model is told of them, and the training."""
+"""Digits: how images become latents and latents images, what a model is told of them, and the training."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_cells(height, width, expected):
     assert digits.cells(height, width) == expected
 
 
-def test_each_cell_has_a_picture_of_its_own_in_reading_order(strokes):
+def test_each_cell_has_an_image_of_its_own_in_reading_order(strokes):
     chosen = digits.Digits(CPU).written(torch.tensor([2, 9]), 8)
     assert chosen.shape == (2, 8, 8, 8) and (chosen[0, :, 2] == 1).all() and (chosen[1] == 1).all()
     four = -torch.ones(1, 8, 8, 8)

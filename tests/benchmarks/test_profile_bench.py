@@ -199,7 +199,7 @@ def test_what_a_node_costs():
     normed = kinds.cost(conv_group_norm.launch, (picture, weight, None, None, 7, None, None, 1e-5), {}, (None, out))
     assert normed == ("conv_group_norm", *found[1:])
     enlarged = kinds.cost(upsample_conv2d.launch, (picture, weight, (1, 0)), {}, torch.randn(2, 7, 7, 10))
-    # what a small picture makes, a quarter of what the large one would
+    # what a small image makes, a quarter of what the large one would
     assert enlarged == ("upsample_conv2d", *found[1:4], 4 * (120 + 189 + 980))
     x, weight, both, out = torch.randn(2, 6, 24), torch.randn(32, 24), torch.randn(2, 5, 64), torch.randn(2, 4, 6, 8)
     k, v = both.unflatten(-1, (2, 4, 8)).transpose(1, 3).unbind(2)

@@ -87,7 +87,7 @@ def test_the_life_of_a_case(mode, apart, tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["medvram-sdxl", "balanced"])
-def test_on_a_gpu_pictures_are_the_same_while_weights_leave_and_come_back(mode, tmp_path):
+def test_on_a_gpu_images_are_the_same_while_weights_leave_and_come_back(mode, tmp_path):
     case, files = Case(4, "tiny-sd15", mode), [tmp_path / f"{way}.json" for way in run.WAYS]
     stock, ours = (run.in_process(case, way, 3, file, 100) for way, file in zip(run.WAYS, files))
     for row in (stock, ours):
@@ -136,7 +136,7 @@ def picture(size: str, seconds: float = 1.0, **more: Any) -> dict[str, Any]:
 
 
 def rows(stock: list[float | str], ours: list[float | str], **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two lives: seconds of each picture, or where memory ran out."""
+    """Two lives: seconds of each image, or where memory ran out."""
     sizes = ["64x64", "64x64", "64x96", "64x96", "64x64"]
 
     def made(told: list[float | str]) -> list[dict[str, Any]]:
@@ -156,7 +156,7 @@ def test_what_is_asked_of_a_case():
     assert met([2.0] * 5, [9.0, 1.5, 9.0, 1.5, 1.5], errors=[0.01] * 5) == [True, True, True]
     assert met([2.0] * 5, [2.0, 2.2, 2.0, 2.2, 2.2]) == [True, False]
     assert met([2.0] * 5, [2.0, "the VAE", 2.0, 2.0, 2.0]) == [False]
-    # where the WebUI alone is out of memory as well, nothing is lost
+    # if the WebUI alone is out of memory as well, nothing is lost
     assert met([2.0, 2.0, "the VAE", "the VAE", 2.0], [2.0, 1.0, "the VAE", "the VAE", 1.0]) == [True]
     assert met([2.0] * 5, [2.0] * 5, errors=[0.5, None]) == [True, True, False]
     assert met([2.0] * 5, [2.0] * 5, last_error="first run: no") == [True, True, False]
@@ -202,7 +202,7 @@ def test_each_case_is_run_in_two_processes_and_the_file_is_kept_after_each(tmp_p
     assert began == [
         (f"sdxl on 6 GB, {mode}", way, 2 * n + (way == "ours")) for n, mode in enumerate(modes) for way in run.WAYS
     ]
-    # an equal share of what is left, where that is more than a process gets among all cases
+    # an equal share of what is left, if that is more than a process gets among all cases
     share = 60 * run.MINUTES / len(began)
     assert share > run.PROCESS_S and limits[0] == pytest.approx(share, rel=0.05) and limits == sorted(limits)
     assert json.loads(file.read_text())["rows"][1]["errors"] == [0.0, None]

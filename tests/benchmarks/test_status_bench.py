@@ -38,7 +38,7 @@ def test_another_process_asks_as_often_as_it_is_told(monkeypatch):
             assert answer.status == 200
 
 
-def test_the_steps_of_a_picture_are_timed_without_what_comes_before_and_after():
+def test_the_steps_of_an_image_are_timed_without_what_comes_before_and_after():
     class Host:
         device = torch.device("cpu")
 

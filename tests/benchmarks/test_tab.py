@@ -1,4 +1,4 @@
-"""What `benchmarks.tab` keeps of a tiny model's pictures."""
+"""What `benchmarks.tab` keeps of a tiny model's images."""
 
 from __future__ import annotations
 

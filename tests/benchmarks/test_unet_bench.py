@@ -63,7 +63,7 @@ def test_the_file_has_the_name_of_the_gpu(gpu, name):
     assert unet.file_for(gpu).name == name
 
 
-def test_rows_are_replaced_by_model_size_pictures_and_engine():
+def test_rows_are_replaced_by_model_size_images_and_engine():
     first = unet.merge(None, result("sdxl:1024x1024:1", "sd15:512x512:4"))
     both = unet.merge(first, result("sd15:512x512:1", "sd15:512x512:4", times={"sfast": 4.0, "eager": 19.0}))
     found = {(str(unet.case_of(row)), row["engine"]): row["ms_p50"] for row in both["rows"]}
@@ -170,8 +170,8 @@ def test_a_case_is_measured_with_the_stack_that_was_asked_for(monkeypatch, tmp_p
 def test_a_run_of_a_tiny_model_and_its_resumption(tmp_path, monkeypatch, capsys, two_levels):
     def here(command, env, stdout):
         """The command of a process of its own, without another start of Python and torch."""
-        assert command[:3] == [sys.executable, "-m", "sfast_ext"] and set(unet.bench.CACHES) <= env.keys()
-        return subprocess.CompletedProcess(command, cli.main(command[3:]))
+        assert command[:2] == [sys.executable, str(unet.bench.machine.PACKAGE)] and set(unet.bench.CACHES) <= env.keys()
+        return subprocess.CompletedProcess(command, cli.main(command[2:]))
 
     file = tmp_path / "unet.json"
     monkeypatch.setattr(unet.bench, "subprocess", SimpleNamespace(run=here, DEVNULL=subprocess.DEVNULL))
@@ -257,5 +257,5 @@ def test_the_plot_has_a_bar_for_each_time():
     assert widths[0] == pytest.approx(max(widths) * 5 / 20, abs=0.1)
     words = [text.text for text in root.iter(f"{space}text")]
     assert "sdxl, 1024×1024, 4 pictures" in words and "20.00 ms" in words and "–" in words
-    # none of it lies outside of the picture
+    # none of it lies outside of the image
     assert max(float(r.get("y", 0)) for r in bars) + plot.BAR < float(root.get("height"))

@@ -241,7 +241,7 @@ def test_a_tensor_kept_in_an_object_of_a_module_is_noticed_and_taken_out():
     assert not hasattr(module.notes, "last") and module.notes.count == 0
 
 
-def test_state_is_taken_back_where_the_capture_fails():
+def test_state_is_taken_back_if_the_capture_fails():
     def remember(m, x):
         m.held.append(x)
         raise KeyError("nothing here")

@@ -1,4 +1,4 @@
-"""Captures in threads that end, where torch has CUDA and no GPU."""
+"""Captures in threads that end, with a torch for CUDA and no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's flex_attention, which SD.Next offers: scaled dot product attention where it changes no score."""
+"""PyTorch's flex_attention, which SD.Next offers: scaled dot product attention if it changes no score."""
 
 from __future__ import annotations
 

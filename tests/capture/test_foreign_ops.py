@@ -229,7 +229,7 @@ def test_another_thread_generates_with_the_original_meanwhile(xformers):
 
 
 def test_without_the_library_nothing_is_looked_for(monkeypatch):
-    # as AUTOMATIC1111 does where --xformers is not given
+    # as AUTOMATIC1111 does if --xformers is not given
     for name in ("xformers", "flash_attn", "sageattention"):
         monkeypatch.setitem(sys.modules, name, None)
     captured(sdpa)

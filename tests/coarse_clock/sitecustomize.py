@@ -16,7 +16,7 @@ NAMES = ("perf_counter", "monotonic", "time")
 
 
 def step_asked(environment: Mapping[str, str]) -> float | None:
-    """Seconds of a step, None where none is asked for.
+    """Seconds of a step, None if none is asked for.
 
     Raises:
         ValueError: what is asked for is no positive number of seconds.

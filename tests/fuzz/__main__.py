@@ -102,7 +102,7 @@ class Soak:
             self.memory.append({"seed": seed, "allocated_mb": allocated / MB, "reserved_mb": reserved / MB})
 
     def grown(self) -> str | None:
-        """What the models left of their memory, where it goes on growing."""
+        """What the models left of their memory, if it goes on growing."""
         used = [line["allocated_mb"] for line in self.memory]
         half = len(used) // 2
         if half < MIN_MODELS or max(used[half:]) <= max(used[:half]) + SLACK_MB:
@@ -133,14 +133,14 @@ class Soak:
 
 
 def write(file: Path | None, result: dict[str, Any]) -> None:
-    """The result, where one is asked for."""
+    """The result, if one is asked for."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         records.write(file, result)
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Play events and say what came of it; 1 where something failed."""
+    """Play events and say what came of it; 1 if something failed."""
     options = arguments(given)
     torch.set_num_threads(1)
     logging.getLogger("sfast_ext").setLevel(logging.CRITICAL)

@@ -59,7 +59,7 @@ class LoraLinear(nn.Module):
 
 
 def toggle(w: World, name: str, put_on: Callable[[], Callable[[], None]], *, foreign: bool = False) -> None:
-    """Put a patch on, or take it off where it is on."""
+    """Put a patch on, or take it off if it is on."""
     if name in w.patches:
         w.patches.pop(name)()
         w.foreign.discard(name)

@@ -20,7 +20,7 @@ MMA = "mma"
 
 @contextlib.contextmanager
 def everywhere(capability: tuple[int, int]) -> Iterator[Counter[str]]:
-    """Within, the GPU passes for one of this compute capability, and where several ways exist one of ours is taken,
+    """Within, the GPU passes for one of this compute capability, and if several ways exist one of ours is taken,
     another for other sizes. Yields what was chosen how often, by operation and way."""
     chosen: Counter[str] = Counter()
 

@@ -21,7 +21,7 @@ def event(step: int, op: str, which: int = 1, kind: str = "eps", keep: str = "ow
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_the_same_seed_gives_the_same_pictures(host):
+def test_the_same_seed_gives_the_same_images(host):
     assert sequence(3, 60, host) == sequence(3, 60, host)
     assert sequence(3, 60, host) != sequence(4, 60, host)
     assert sequence(3, 60, "a1111") != sequence(3, 60, "sdnext")
@@ -64,7 +64,7 @@ def test_patches_of_a_group_are_taken_in_the_reverse_order(host, seed):
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_calm_pictures_come_in_a_row_and_have_no_patch(host):
+def test_calm_images_come_in_a_row_and_have_no_patch(host):
     pictures = sequence(1, 200, host)
     calm = [picture for picture in pictures if picture.calm]
     assert not any(picture.events or picture.before for picture in calm)
@@ -184,7 +184,7 @@ def test_the_command_line_chooses_what_is_played():
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_a_picture_that_only_the_webui_with_the_extension_cannot_make_is_a_fault(alike):
+def test_an_image_that_only_the_webui_with_the_extension_cannot_make_is_a_fault(alike):
     options = random_events.arguments(["--events", "200"])
     started: list[bool] = []
 

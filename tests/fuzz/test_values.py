@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import random
 
@@ -112,7 +113,7 @@ def follow(value: Value, place: str = "an attribute", home: str = HOMES[0]) -> P
     pair = Pair()
     take = value_events.lay(pair, "it", place, value, NUMBERS[0], "first", home)
     pair.check(2)
-    for where, k in ((None, NUMBERS[-1]), (9, NUMBERS[0]), (0, NUMBERS[-1]), (None, NUMBERS[0])):
+    for where, k in ((None, NUMBERS[-1]), (9, NUMBERS[0]), (0, NUMBERS[-1])):
         value_events.change(pair.values["it"], k, where)
         pair.check(2)
     take()
@@ -131,14 +132,20 @@ def test_each_container(around):
     follow(value_of("array of NumPy", "dict", around))
 
 
-@pytest.mark.parametrize("place", ["an attribute of another module", "an attribute of the metaclass", "a global"])
-@pytest.mark.parametrize("around", CONTAINERS)
+def in_turn(values, places):
+    """Each value once, at one of the places after the other."""
+    return list(zip(values, itertools.cycle(places)))
+
+
+LOOKED_UP = ("an attribute of another module", "an attribute of the metaclass", "a global")
+
+
+@pytest.mark.parametrize(("around", "place"), in_turn(CONTAINERS, LOOKED_UP))
 def test_each_container_in_an_installed_package(around, place):
     follow(value_of("float", "frozen dataclass", around), place, HOMES[-1])
 
 
-@pytest.mark.parametrize("place", ["an attribute of the layer", "an attribute of the class"])
-@pytest.mark.parametrize("kind", LEAVES)
+@pytest.mark.parametrize(("kind", "place"), in_turn(LEAVES, ("an attribute of the layer", "an attribute of the class")))
 def test_each_kind_of_value_by_itself(kind, place):
     follow(value_of(kind), place)
 

@@ -59,7 +59,7 @@ def lora_replaced(w: World, rng: random.Random) -> None:
     def change(m: nn.Module, path: str, seed: int) -> None:
         owner, name = _owner(m, path)
         old = getattr(owner, name)
-        # a parameter that is tied stays tied only where the host sees to it; here it does not
+        # a parameter that is tied stays tied only if the host sees to it; here it does not
         setattr(owner, name, nn.Parameter(_nearer(old, seed, path), requires_grad=old.requires_grad))
 
     for path in _some(w, rng):
@@ -127,7 +127,7 @@ def channels_last(w: World, rng: random.Random) -> None:
 
 
 def moved(w: World, rng: random.Random) -> None:
-    """There and back, as an offload does; where there is nowhere else to go, by copies. At times it is used there."""
+    """There and back, as an offload does; if there is nowhere else to go, by copies. At times it is used there."""
 
     def change(m: nn.Module) -> None:
         for p in m.parameters():

@@ -55,7 +55,7 @@ class World:
         self.dtype = on.first
         self.mode = "no_grad"
         self.stream: torch.cuda.Stream | None = None
-        """What calls are made on, where it is not the current one."""
+        """What calls are made on, if it is not the current one."""
         self.config = on.calm
         self.patches: dict[str, Callable[[], None]] = {}
         """What is patched now, and how it is taken away."""
@@ -68,7 +68,7 @@ class World:
         self.faults: list[Callable[[], None]] = []
         """Failures in force: each is ended by its call."""
         self.wrongs: list[str] = []
-        """What was seen to go wrong where nothing could be raised."""
+        """What was seen to go wrong at a place in which nothing could be raised."""
         self.values: dict[str, Any] = {}
         """Generated values in force, see `value_events`."""
         self.more: dict[str, Any] = {}
@@ -79,7 +79,7 @@ class World:
         """States of torch that calls are made in, see `state_events`."""
         self.ticks = False
         self.laid_out: set[int] = set()
-        """The dimensions of weights whose layout the host chose: where the arena had chosen the same before, nobody
+        """The dimensions of weights whose layout the host chose: if the arena had chosen the same before, nobody
         can tell afterwards."""
         self.done: list[str] = []
         """The events so far, as they are played again."""
@@ -244,7 +244,7 @@ class World:
         self.acc.configure(self.config)
 
     def compare(self, ours: Any, theirs: Any, *, untouched: bool = False) -> None:
-        """Hold two results against each other; `untouched` where no accelerator had a part in ours.
+        """Hold two results against each other; `untouched` if no accelerator had a part in ours.
 
         An original that raises makes no fault of the same exception.
 
@@ -304,7 +304,7 @@ class World:
             yield
 
     def _call(self) -> bool:
-        """One call, compared; True where it ran on a plan."""
+        """One call, compared; True if it ran on a plan."""
         runs, errors = self._runs(), self.acc.report.counter("errors")
         ours, theirs = self.call_both()
         self.calls += 1

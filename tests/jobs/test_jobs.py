@@ -80,7 +80,7 @@ def test_progress_and_seconds_left(host):
     host.ended()
 
 
-def test_one_at_a_time_and_none_beside_a_picture(host):
+def test_one_at_a_time_and_none_beside_an_image(host):
     done = []
     with host.lock:
         assert host.start(lambda number: done.append(number) or {})["state"] == "waiting"
@@ -93,7 +93,7 @@ def test_one_at_a_time_and_none_beside_a_picture(host):
     assert host.ended()["state"] == "done"
 
 
-def test_a_job_that_waits_is_cancelled_without_interrupting_the_picture(host):
+def test_a_job_that_waits_is_cancelled_without_interrupting_the_image(host):
     done = []
     with host.lock:
         host.start(lambda number: done.append(number) or {})
@@ -130,7 +130,7 @@ def test_a_job_that_fails_says_why(host, exc, said):
     assert (host.report.counter("errors") > 0) == isinstance(exc, KeyError)
 
 
-def test_closing_does_not_wait_for_a_picture(host):
+def test_closing_does_not_wait_for_an_image(host):
     done = []
     with host.lock:
         host.start(lambda number: done.append(number) or {})

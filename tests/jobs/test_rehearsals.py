@@ -90,7 +90,7 @@ def test_prepared_sizes_need_no_preparation_and_nothing_else_is_changed(host):  
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_lengths_of_the_prompt_are_prepared_for_each_call_of_a_picture(host, padded):  # noqa: F811
+def test_lengths_of_the_prompt_are_prepared_for_each_call_of_an_image(host, padded):  # noqa: F811
     started(host)
     host.opts.data["pad_cond_uncond"] = padded
     host.generate(steps=3, tokens=77)
@@ -104,7 +104,7 @@ def test_lengths_of_the_prompt_are_prepared_for_each_call_of_a_picture(host, pad
     for tokens in (77, 154):
         host.generate(size=16, steps=1, tokens=tokens)
     assert count("captures") == captures == (3 if padded else 5)
-    # a long prompt beside a short negative one, where the WebUI does not pad it: calls of one row
+    # a long prompt beside a short negative one, if the WebUI does not pad it: calls of one row
     rows = sorted(tuple(plan.signature.shapes()[0]) for plan in a1111().loaded().plans.values())
     assert rows.count((1, 4, 16, 16)) == (0 if padded else 2)
 
@@ -159,7 +159,7 @@ def test_a_preparation_is_interrupted_between_stages(host):  # noqa: F811
     assert status()["counters"].get("errors", 0) == 0 and not host.shared.state.interrupted
 
 
-def test_interrupting_a_picture_ends_its_preparation_and_keeps_what_there_is(host):  # noqa: F811
+def test_interrupting_an_image_ends_its_preparation_and_keeps_what_there_is(host):  # noqa: F811
     started(host)
     session = a1111()
     session.report.on_stage = lambda stage: host.shared.state.interrupt() if stage and "recording" in stage else None
@@ -257,7 +257,7 @@ def test_sdnext_prepares_and_measures_alike(sdnext):
     assert not sdnext.shared.state.job and not sdnext.shared.state.interrupted
 
 
-def test_calls_of_a_rehearsal_are_no_picture_s():
+def test_calls_of_a_rehearsal_are_no_image_s():
     from sfast_ext.report import rehearsal as in_rehearsal
 
     report = Report()

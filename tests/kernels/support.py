@@ -79,7 +79,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Ten
 
 
 def needs_nvrtc() -> None:
-    """Skips where there is no NVRTC, as beside a torch for CPUs; one that does not work is a failure."""
+    """Skips if there is no NVRTC, as beside a torch for CPUs; one that does not work is a failure."""
     if not cuda_libraries.candidates(cuda_libraries.folders()):
         pytest.skip("needs NVRTC, which torch for CUDA brings")
     nvrtc.loaded_nvrtc()

@@ -1,4 +1,4 @@
-"""What tests compile is kept, and compiled anew where anything has changed."""
+"""What tests compile is kept, and compiled anew if anything has changed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_tests_compile_what_has_changed_alone(tmp_path):
     assert compiler.asked == 6
 
 
-def test_a_kernel_for_the_cpu_is_compiled_anew_where_a_file_of_csrc_has_changed(monkeypatch, tmp_path):
+def test_a_kernel_for_the_cpu_is_compiled_anew_if_a_file_of_csrc_has_changed(monkeypatch, tmp_path):
     asked = []
 
     def compile(program, library):

@@ -283,7 +283,7 @@ BEHAVIOUR = [
     Mutation(
         "torch's own methods in an object of the host's", "behaviour/reach.py",
         'elif hasattr(value, "__dict__"):', "elif False:",
-        ("behaviour/test_reach.py::test_what_torchs_own_forward_calls_is_seen_where_a_host_keeps_that_in_an_object",),
+        ("behaviour/test_reach.py::test_what_torchs_own_forward_calls_is_seen_if_a_host_keeps_that_in_an_object",),
     ),
     Mutation(
         "methods of torch's classes that others of them call", "behaviour/snapshot.py",

@@ -43,7 +43,7 @@ MUTATIONS = [
         "PNG files that could not be compressed", _FILE,
         '        except Exception as exc:\n            logger.debug("a PNG',
         '        except ZeroDivisionError as exc:\n            logger.debug("a PNG',
-        (_PNG + "test_an_exception_loses_no_picture",),
+        (_PNG + "test_an_exception_loses_no_image",),
     ),
     Mutation(
         "the row above a band", _FILE,

@@ -23,7 +23,7 @@ MUTATIONS = [
         "functions around weights, in Forge Neo 2.29", "hosts/forge/programs.py",
         "if any(m.weight_function or m.bias_function for m in layers):\n        return reasons.LORA_IN_FP16()",
         "if False:\n        return reasons.LORA_IN_FP16()",
-        (_LATER + "test_lora_in_the_layers_is_never_stale_even_where_its_strength_changes_between_steps",),
+        (_LATER + "test_lora_in_the_layers_is_never_stale_even_if_its_strength_changes_between_steps",),
     ),
     Mutation(
         "functions around weights, in reForge", "hosts/forge/programs.py",
@@ -68,7 +68,7 @@ MUTATIONS = [
     Mutation(
         "networks that run once for an image", "hosts/forge/secondary.py",
         'type(control).__name__ == "ControlNet" and ', "",
-        (_BESIDE + "test_a_network_that_runs_once_for_a_picture_is_left_alone",),
+        (_BESIDE + "test_a_network_that_runs_once_for_an_image_is_left_alone",),
     ),
     Mutation(
         "dropout that draws, in place", "capture/capture.py",

@@ -109,6 +109,6 @@ MUTATIONS = [
     Mutation(
         "room for a VAE", "hosts/gpu_room.py",
         "DECODING_RESERVE = 6 << 30", "DECODING_RESERVE = 0",
-        ("hosts/adapters/test_gpu_room.py::test_weights_stay_where_decoding_finds_room_beside_them",),
+        ("hosts/adapters/test_gpu_room.py::test_weights_stay_if_decoding_finds_room_beside_them",),
     ),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What keeps plans in Forge right and small, measured choices of kernels true, and what is told of a picture new."""
+"""What keeps plans in Forge right and small, measured choices of kernels true, and what is told of an image new."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MUTATIONS = [
     Mutation(
         "room for weights that come back", "hosts/forge/memory.py",
         "accelerator.vacant_bytes + twice", "twice",
-        ("hosts/adapters/test_forge_memory_events.py::test_pictures_and_memory_are_those_without_us",),
+        ("hosts/adapters/test_forge_memory_events.py::test_images_and_memory_are_those_without_us",),
     ),
     Mutation(
         "inference tensors that pass for normal ones", "weights/original_layout.py",
@@ -43,7 +43,7 @@ MUTATIONS = [
     Mutation(
         "weights that no LoRA patched, on a small card", "hosts/forge/memory.py",
         "patcher.model.to(patcher.offload_device)", "pass",
-        (_CLASSIC + "test_on_a_gpu_what_forge_moves_off_is_held_only_where_there_is_room",),
+        (_CLASSIC + "test_on_a_gpu_what_forge_moves_off_is_held_only_if_there_is_room",),
     ),
     Mutation(
         "a UNet that is loaded in parts", "hosts/forge/programs.py",
@@ -78,7 +78,7 @@ MUTATIONS = [
     Mutation(
         "sums in half precision where they are no faster", "passes/mma_products.py",
         " and mma_gemm.half_sums_profitable(ctx.device)", "",
-        (_PRODUCTS + "test_sums_stay_exact_where_halves_are_no_faster",),
+        (_PRODUCTS + "test_sums_stay_exact_if_halves_are_no_faster",),
     ),
     Mutation(
         "depths of 8 bits that TMA does not take", "kernels/eight_bits/wgmma_gemm8.py",
@@ -161,7 +161,7 @@ MUTATIONS = [
         (_TILES + "test_values_and_gates_need_an_even_number_of_tiles",),
     ),
     Mutation(
-        "what was said while a picture was made", "ui/api.py",
+        "what was said while an image was made", "ui/api.py",
         " and self._busy()", "",
         ("ui/test_api.py::test_a_status_is_given_again_for_a_moment_or_until_something_changes",),
     ),

@@ -52,7 +52,7 @@ MUTATIONS = [
         ("runtime/test_exact_run.py::test_float32_has_no_such_excuse",),
     ),
     Mutation(
-        "a plan that somebody who makes one picture pays for", "plans/payback.py",
+        "a plan that somebody who makes one image pays for", "plans/payback.py",
         "if key not in self._runs or ", "if ",
         ("plans/test_rare_calls.py::test_no_plan_is_made_at_the_first_call_whatever_it_would_save",),
     ),
@@ -67,7 +67,7 @@ MUTATIONS = [
         ("plans/test_rare_calls.py::test_a_plan_is_made_once_it_would_have_saved_what_it_costs",),
     ),
     Mutation(
-        "several plans in one picture", "plans/payback.py",
+        "several plans in one image", "plans/payback.py",
         "if self._announced and self._built:", "if False:",
         ("plans/test_rare_calls.py::test_one_plan_in_a_generation",),
     ),
@@ -119,7 +119,7 @@ MUTATIONS = [
     Mutation(
         "NaN in a result", "runtime/verify.py",
         "if not bool(torch.isfinite(ours[finite]).all()):", "if False:",
-        ("runtime/test_verify.py::test_nan_or_inf_where_the_original_has_none_is_infinitely_wrong",),
+        ("runtime/test_verify.py::test_nan_or_inf_if_the_original_has_none_is_infinitely_wrong",),
     ),
     Mutation(
         "sums that overflow", "runtime/verify.py",

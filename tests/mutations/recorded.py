@@ -61,7 +61,7 @@ MUTATIONS = [
     Mutation(
         "an evicted graph that stays away", "plans/payback.py",
         "or self.capture.due", "or True",
-        (_PLAN + "test_an_evicted_graph_stays_away_where_it_would_gain_nothing",),
+        (_PLAN + "test_an_evicted_graph_stays_away_if_it_would_gain_nothing",),
     ),
     Mutation(
         "an evicted graph that comes back", "plans/payback.py",

@@ -204,7 +204,7 @@ MUTATIONS = [
     Mutation(
         "refusals that lapse without generations", "runtime/plan_cache.py",
         "if not self._announced:", "if False:",
-        ("test_argument_roles.py::test_a_refused_key_is_tried_again_where_no_generations_are_announced",),
+        ("test_argument_roles.py::test_a_refused_key_is_tried_again_if_no_generations_are_announced",),
     ),
     Mutation(
         "refusals that last longer each time", "plans/payback.py",

@@ -109,7 +109,7 @@ MUTATIONS = [
         "memory that a module still lies in", "weights/vacancy.py",
         "used = {memory_of(value) for value in held if isinstance(value, torch.Tensor)} & blocks.keys()",
         "used = set()",
-        ("weights/test_vacancy.py::test_nothing_is_given_back_where_the_module_lies_in_it",),
+        ("weights/test_vacancy.py::test_nothing_is_given_back_if_the_module_lies_in_it",),
     ),
     Mutation(
         "graphs of memory that is given back", "runtime/model_state.py",
@@ -232,7 +232,7 @@ MUTATIONS = [
     Mutation(
         "tensors that are held while the host is short of memory", "weights/arena.py",
         "self._layouts.give_up()", "self._layouts.sweep()",
-        ("hosts/adapters/test_forge_programs.py::test_on_a_gpu_what_forge_moves_off_is_held_only_where_there_is_room",),
+        ("hosts/adapters/test_forge_programs.py::test_on_a_gpu_what_forge_moves_off_is_held_only_if_there_is_room",),
     ),
     Mutation(
         "the detector of a part, once the arena has moved weights", "weights/submodule_arena.py",

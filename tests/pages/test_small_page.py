@@ -65,7 +65,7 @@ def the_page_has_it_all(page):
     assert badge(page) == drawn(page)["badge"] == "ready"
 
 
-def a_picture_shows_its_stages_and_the_next_its_pace(page):
+def a_image_shows_its_stages_and_the_next_its_pace(page):
     said = set()
     picture = threading.Thread(target=page.click, args=[GENERATE])
     picture.start()
@@ -142,7 +142,7 @@ def test_what_a_user_does(python, tmp_path, monkeypatch):
         for field, value in {"prompt": "a dog on a hill", "width": 128, "height": 128}.items():
             page.fill(f"txt2img_{field}", value)
         the_page_has_it_all(page)
-        a_picture_shows_its_stages_and_the_next_its_pace(page)
+        a_image_shows_its_stages_and_the_next_its_pace(page)
         sizes_are_prepared_measured_and_cancelled(page)
         plans_are_dropped_and_the_report_is_given(page)
         a_changed_setting_is_in_the_infotext_and_is_restored_from_it(page)

@@ -34,7 +34,7 @@ JOINED: dict[str, tuple[Callable[..., Any], float]] = {
     "convolution of a convolution": (lambda m, x: m.conv(y := m.other(x)) + y, 1.0),
     "sum used twice": (lambda m, x: (y := m.conv(x) + x) / 2 + y, 1.0),
     "divided by a tensor": (lambda m, x: (m.conv(x) + x) / x.abs().sum(), 1.0),
-    # where the sum is near zero, rounding is all that is left of it
+    # if the sum is near zero, rounding is all that is left of it
     "a number over the sum": (lambda m, x: (2.0 / (m.conv(x) + x)).clamp(-2, 2), 1.0),
 }
 
@@ -94,7 +94,7 @@ ALONE: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 @pytest.mark.parametrize("what", ALONE)
-def test_a_bias_alone_goes_where_there_is_triton(what: str) -> None:
+def test_a_bias_alone_goes_if_there_is_triton(what: str) -> None:
     forward, wanted = ALONE[what]
     for triton in (True, False):
         module = Block(forward)

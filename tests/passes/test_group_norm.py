@@ -47,7 +47,7 @@ def test_norm_and_silu_become_one(affine: bool, x: Tensor) -> None:
     assert traced.error() < 1e-6
 
 
-def test_silu_is_left_where_others_need_the_norm() -> None:
+def test_silu_is_left_if_others_need_the_norm() -> None:
     traced = Traced(Block(lambda m, x: F.silu(m.norm(x)) + m.norm.weight.sum() * m.norm(x)), X)
     assert traced.rewrite(cse, group_norm) == 1
     assert traced.ops()["silu"] == 1
@@ -72,7 +72,7 @@ def test_casts_go_into_the_kernel(silu: bool, order: str) -> None:
     assert traced.error() < 5e-3
 
 
-def test_result_stays_wide_where_it_is_used_wide() -> None:
+def test_result_stays_wide_if_it_is_used_wide() -> None:
     traced = Traced(Block(lambda m, x: m.norm(x.float()).sin()), X.to(torch.bfloat16))
     assert traced.rewrite(group_norm) == 1
     assert traced.ops() == {"group_norm": 1, "sin": 1}
@@ -141,7 +141,7 @@ def test_biases_are_added_once_for_all_blocks() -> None:
     assert traced.error() < 1e-6
 
 
-def test_biases_are_added_apart_where_a_projection_has_other_users() -> None:
+def test_biases_are_added_apart_if_a_projection_has_other_users() -> None:
     traced = Traced(Blocks(lambda x, time: x * time[:, :, None, None]), X, randn(2, 6))
     assert traced.rewrite(cleanup, cse, packed_linear, group_norm) == 2
     assert traced.ops()["add"] == 2
@@ -169,7 +169,7 @@ def test_other_additions_stay(what: str) -> None:
     assert traced.error() < 1e-6
 
 
-def test_bias_stays_where_the_convolution_has_other_users() -> None:
+def test_bias_stays_if_the_convolution_has_other_users() -> None:
     traced = Traced(Block(lambda m, x: m.norm(y := m.conv(x)) + y), X)
     assert traced.rewrite(group_norm) == 1
     assert traced.find("conv2d")[0].args[2] is not None

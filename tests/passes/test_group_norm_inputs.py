@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 def rewritten(forward: Callable[..., Any], triton: bool = True, x: Tensor = X) -> tuple[Traced, int]:
     traced = Traced(Block(forward), x)
-    traced.ctx.triton = triton  # biases alone are taken where there is a kernel to add them
+    traced.ctx.triton = triton  # biases alone are taken if there is a kernel to add them
     return traced, traced.rewrite(group_norm, bias_add, group_norm_inputs)
 
 
@@ -73,7 +73,7 @@ def test_a_sum_and_its_norm_become_one(what: str) -> None:
 
 
 @pytest.mark.parametrize(("what", "goes"), [("of tokens", True), ("of tokens, turned", False)])
-def test_the_bias_of_a_linear_goes_along_where_it_is_one_of_channels(what: str, goes: bool) -> None:
+def test_the_bias_of_a_linear_goes_along_if_it_is_one_of_channels(what: str, goes: bool) -> None:
     module = Block(SUMS[what]).to(torch.bfloat16)
     traced = Traced(module, X.to(torch.bfloat16))
     traced.ctx.triton = True

@@ -89,7 +89,7 @@ def test_the_linear_in_a_sum_is_matched(what: str, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("swapped", [True, False])
-def test_tokens_that_become_a_image(swapped: bool) -> None:
+def test_tokens_that_become_an_image(swapped: bool) -> None:
     """The last linear of a transformer: its residual is the image that went in."""
 
     def forward(m: Block, x: Tensor, image: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def test_casts_go_into_the_kernel(function: Any) -> None:
     assert traced.error() < 1e-3
 
 
-def test_result_stays_wide_where_it_is_used_wide() -> None:
+def test_result_stays_wide_if_it_is_used_wide() -> None:
     traced = Traced(Block(lambda m, x: m.norm(x.float())), X.to(torch.bfloat16))
     assert traced.rewrite(layer_norm) == 1
     assert traced.ops() == {"layer_norm": 1}

@@ -76,7 +76,7 @@ def test_the_quicker_layout_is_chosen(times, pays, monkeypatch) -> None:
     assert channels_last_pays(Traced(Block(), X).graph, torch.device("cuda", 0)) == pays
 
 
-def test_images_stay_as_they_lie_where_it_does_not_pay() -> None:
+def test_images_stay_as_they_lie_if_it_does_not_pay() -> None:
     traced = Traced(Block(), X)
     traced.ctx.channels_last = False
     assert traced.rewrite(channels_last) == 0

@@ -28,7 +28,7 @@ NARROW, OTHER = kernel.Tile(64, 8, 0.0, 0.0), kernel.Tile(128, 16, 0.0, 0.0, pai
 
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernel where it would not pay, in tiles that there are none of; long sums by those of another kind."""
+    """By the kernel, also if it would not pay, in tiles that there are none of; long sums by those of another kind."""
     monkeypatch.setattr(kernel, "profitable", lambda m, n, k, device: True)
     monkeypatch.setattr(kernel, "best", lambda m, n, k, device: OTHER if k > 100 else NARROW)
 

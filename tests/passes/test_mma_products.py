@@ -90,7 +90,7 @@ def check(traced: Traced) -> None:
     assert not HALF_ON_THE_CPU or traced.error() < 2e-3
 
 
-def test_sums_stay_exact_where_halves_are_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_stay_exact_if_halves_are_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mma_gemm, "half_sums_profitable", lambda device: False)
     traced, count = rewritten(summed, TOKENS, chosen=True)
     assert count == 1
@@ -127,7 +127,7 @@ def test_bfloat16_has_exact_sums_alone() -> None:
 
 
 @sums
-def test_nothing_changes_where_the_kernel_is_not_for_the_card_or_the_dtype(monkeypatch, chosen: bool) -> None:
+def test_nothing_changes_if_the_kernel_is_not_for_the_card_or_the_dtype(monkeypatch, chosen: bool) -> None:
     for x, forward in ((TOKENS, lambda m, x: m.linear(x)), (IMAGE, lambda m, x: m.conv(x.sin()))):
         assert rewritten(forward, x.float(), chosen)[1] == 0
         assert rewritten(forward, x, chosen)[1] == 1

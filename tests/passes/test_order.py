@@ -63,7 +63,7 @@ def exchanged(table: Sequence[Pass], edge: Edge) -> list[Pass]:
     before[earlier].add(later)
     order: list[int] = []
     while len(order) < len(table):
-        # raises where the others require the same: then this requirement would say nothing
+        # raises if the others require the same: then this requirement would say nothing
         order.append(next(i for i in range(len(table)) if i not in order and before[i] <= {*order}))
     return [table[i] for i in order]
 

@@ -23,7 +23,7 @@ X, PROMPT = randn(4, 4, 16).to(HALF), randn(4, 5, 24).to(HALF)
 
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernel where it would not pay."""
+    """By the kernel, also if it would not pay."""
     monkeypatch.setattr(kernel, "profitable", lambda images, rows, keys, depth, device: True)
 
 

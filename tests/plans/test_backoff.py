@@ -1,4 +1,4 @@
-"""Captures are put off where what the model computes changes before its plans pay."""
+"""Captures are put off if what the model computes changes before its plans pay."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_those_that_pay_are_captured_at_once():
 def test_a_plan_that_paid_long_ago_excuses_no_captures():
     paid = [0] * (PAID_AFTER + 1)
     assert captures(CaptureBackoff(), [*paid, *(each for i in range(1, 500) for each in (0, i))]) == [0, 12, 14]
-    # pictures that are alike but for some steps
+    # images that are alike but for some steps
     assert len(captures(CaptureBackoff(), [0 if i % 20 < 15 else i for i in range(2000)])) == 3
 
 

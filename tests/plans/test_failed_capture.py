@@ -93,7 +93,7 @@ class Graph:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_the_default_generator_is_given_back_where_a_capture_claims_it(own, monkeypatch):
+def test_the_default_generator_is_given_back_if_a_capture_claims_it(own, monkeypatch):
     told: list[object] = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(told))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())

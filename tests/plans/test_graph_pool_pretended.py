@@ -119,7 +119,7 @@ class Event:
 
 
 class Stream:
-    """Does its work later, and waits for others only where it was told to."""
+    """Does its work later, and waits for others only if it was told to."""
 
     def __init__(self, number: int) -> None:
         self.cuda_stream = number

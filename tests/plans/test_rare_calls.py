@@ -1,4 +1,4 @@
-"""Plans of modules that are called about once for each picture."""
+"""Plans of modules that are called about once for each image."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_second_call_makes_a_plan_and_no_call_runs_the_original_twice():
     assert plan.error is not None and plan.error < 1e-4
     assert plan.ms_before is not None and plan.ms_after is None
     assert ours.call() == 0 and ours.count("eager_runs") == 1
-    # the first picture that it decodes times it
+    # the first image that it decodes times it
     assert plan.ms_after is not None
     first = plan.ms_after
     assert ours.call() == 0 and plan.ms_after == first
@@ -74,7 +74,7 @@ def test_each_size_waits_for_its_own_second_call():
 
 
 def test_one_plan_in_a_generation():
-    # tiles of several sizes in one picture
+    # tiles of several sizes in one image
     ours = Counted()
     ours.accelerator.new_generation()
     for width in (64, 48, 40, 64, 48, 40, 64, 48, 40):
@@ -154,7 +154,7 @@ def test_what_was_seen_is_bounded():
     assert len(calls._runs) <= 256 and not calls.too_early(999, math.inf)
 
 
-def test_a_generation_counts_only_where_generations_are_told():
+def test_a_generation_counts_only_if_generations_are_told():
     calls = RareCalls()
     found = []
     for key in "aabb":

@@ -1,4 +1,4 @@
-"""Plans without a CUDA graph repeat their launches where the CPU takes longer with them than the GPU, and wait with the
+"""Plans without a CUDA graph repeat their launches if the CPU takes longer with them than the GPU, and wait with the
 capture of one that was evicted."""
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def test_where_kernels_can_begin_early_a_capture_interpreter_on_its_launches(
     pair.release()
 
 
-def test_an_evicted_graph_stays_away_where_it_would_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evicted_graph_stays_away_if_it_would_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pretend_a_gpu(monkeypatch)
     pair = Pair(config=GRAPHS)
     made = evicted(pair, pool, monkeypatch, without_ms=0.9, capture_ms=0.1)

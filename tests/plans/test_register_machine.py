@@ -1,4 +1,4 @@
-"""A graph as a list of calls: what its code says, no more memory, and code where it runs often."""
+"""A graph as a list of calls: what its code says, no more memory, and code if it runs often."""
 
 from __future__ import annotations
 

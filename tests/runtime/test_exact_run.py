@@ -86,7 +86,7 @@ def test_a_plan_that_only_rounds_otherwise_is_kept(apart: float) -> None:
     assert accelerator.report.counter("eager_runs") == 1
 
 
-def test_it_stays_where_each_call_is_compared(apart: float) -> None:
+def test_it_stays_if_each_call_is_compared(apart: float) -> None:
     accelerator, module, x = built(0.95 * apart, check="always")
     with torch.no_grad():
         for _ in range(2):

@@ -115,8 +115,10 @@ def test_float32_that_a_gpu_rounds_to_tf32_gives_up_its_bits(monkeypatch):
 def test_correct_plans_are_well_within_what_rounding_moves(kernels, request):
     if kernels:
         request.getfixturevalue("kernels_on_the_cpu")
-    found = list(benchmark.rows("cpu", ("tiny-sd15", "tiny-sdxl-refiner", "tiny-sd decoder", "tiny-sd encoder")))
-    assert len(found) == 32 and {row["dtype"] for row in found} == {"float16", "bfloat16", "float32"}
+    # each model once: a CPU is slow in half precision
+    models = ("tiny-sd15", "tiny-sd decoder") if kernels else ("tiny-sdxl-refiner", "tiny-sd encoder")
+    found = list(benchmark.rows("cpu", models))
+    assert len(found) == 16 and {row["dtype"] for row in found} == {"float16", "bfloat16", "float32"}
     above = [r for r in found if r["dtype"] != "float32" or r["error"] > verify.FLOORS[torch.float32]]
     assert max(row["ratio"] for row in above) < 0.8 < verify.MAX_NOISE
     assert all(row["noise"] > 0 for row in found)

@@ -1,4 +1,4 @@
-"""Where memory is short, the original forward gets what CUDA graphs hold, and the call ends with a picture."""
+"""If memory is short, the original forward gets what CUDA graphs hold, and the call ends with an image."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_which_errors_say_that_memory_is_short() -> None:
 
 
 @pytest.mark.parametrize(("gib", "budget"), [(None, 4096), (4, 1024), (6, 1536), (8, 2048), (12, 3072), (24, 4096)])
-def test_the_budget_follows_the_card_where_nobody_chose(
+def test_the_budget_follows_the_card_if_nobody_chose(
     monkeypatch: pytest.MonkeyPatch, gib: float | None, budget: int
 ) -> None:
     monkeypatch.setattr(environment, "gpu_memory", lambda: None if gib is None else int(gib * 2**30))
@@ -240,7 +240,7 @@ def test_the_budget_follows_the_card_where_nobody_chose(
         on.accelerator.release()
 
 
-def test_a_layout_is_not_timed_where_there_is_no_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_is_not_timed_if_there_is_no_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def milliseconds(*_: Any) -> float:
         raise OOM("none")
 

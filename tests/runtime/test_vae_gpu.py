@@ -89,7 +89,7 @@ def test_neither_a_plan_nor_its_making_needs_more_memory(
         # laid out otherwise, but no second copy
         assert torch.cuda.memory_allocated() - weights < 4 << 20
         assert peak(lambda: module(x)) <= eager
-        # in bfloat16 it may be held against float32, where there is room
+        # in bfloat16 it may be held against float32, if there is room
         if plan.rounding_error is None:
             assert making <= eager + 16 * 3 * 1024 * 768 * 4
     assert accelerator.report.counter("eager_runs") == 1
@@ -109,7 +109,7 @@ def test_a_plan_is_timed_by_its_first_use_and_faster(exact: Any, part: str) -> N
     accelerator.release()
 
 
-def test_a_change_of_dtype_between_two_pictures(exact: Any) -> None:
+def test_a_change_of_dtype_between_two_images(exact: Any) -> None:
     module = of(exact, "decoder", torch.float16)
     accelerator = accelerate(module, CONFIG)
     with torch.no_grad():

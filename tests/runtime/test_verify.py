@@ -26,7 +26,7 @@ def test_a_zero_reference_gives_the_absolute_error():
     assert error([0.0, 2.0], [0.0, 0.0]) == 2
 
 
-def test_nan_or_inf_where_the_original_has_none_is_infinitely_wrong():
+def test_nan_or_inf_if_the_original_has_none_is_infinitely_wrong():
     assert error([NAN, 1.0], [1.0, 1.0]) == INF
     assert error([INF, 1.0], [1.0, 1.0]) == INF
     assert error([1.0, INF], [NAN, 1.0]) == INF

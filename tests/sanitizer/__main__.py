@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MEMCHECK = "memcheck"
 TOOLS = (MEMCHECK, "racecheck", "synccheck")
 LARGE = "(31_bits or 32_bits)"
-# a capture cannot allocate where torch keeps no memory
+# a capture cannot allocate if torch keeps no memory
 CAPTURES = "in_a_cuda_graph"
 PLACES = ("/usr/local/cuda/bin",)
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed)")
@@ -32,7 +32,7 @@ _PASSED, _FAILED = re.compile(r"(\d+) passed"), re.compile(r"(\d+) (?:failed|err
 
 
 class Outcome(NamedTuple):
-    """Of one tool over one file. `findings` is None where the sanitizer wrote no summary: it was cut or crashed."""
+    """Of one tool over one file. `findings` is None if the sanitizer wrote no summary: it was cut or crashed."""
 
     findings: int | None
     untracked: int

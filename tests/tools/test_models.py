@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from sfast_ext.tools.lib import changes, models, pipelines
+from sfast_ext.tools.lib import Unavailable, changes, models, pipelines
 
 
 @pytest.mark.parametrize("name", models.NAMES)
@@ -108,8 +111,6 @@ def test_a_unet_comes_back_from_a_folder(tmp_path, tiny_unet):
     ],
 )
 def test_a_checkpoint_is_known_by_its_shapes(tmp_path, name, width, context, channels):
-    from safetensors.torch import save_file
-
     path = tmp_path / "model.safetensors"
     prefix = "model.diffusion_model."
     save_file(
@@ -123,11 +124,32 @@ def test_a_checkpoint_is_known_by_its_shapes(tmp_path, name, width, context, cha
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
-    from safetensors.torch import save_file
-
     path = tmp_path / "lora.safetensors"
     save_file({"lora_unet.lora_down.weight": torch.zeros(4, 4)}, path)
-    with pytest.raises(ValueError, match="no checkpoint"):
-        pipelines.checkpoint_name(str(path))
-    with pytest.raises(ValueError, match="neither"):
-        pipelines.checkpoint_name(str(tmp_path / "model.ckpt"))
+    where = {"dtype": torch.float32, "device": torch.device("cpu")}
+    for load in (pipelines.load_unet, pipelines.load_pipeline):
+        with pytest.raises(Unavailable, match="no checkpoint"):
+            load(str(path), **where)
+        with pytest.raises(Unavailable, match="neither"):
+            load(str(tmp_path / "model.ckpt"), **where)
+        (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(Unavailable, match="damaged"):
+            load(str(tmp_path / "cut.safetensors"), **where)
+
+
+def test_what_a_library_raises_of_a_file_is_about_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(4)}, file)
+    where = {"dtype": torch.float32, "device": torch.device("cpu")}
+    for raised in (KeyError("x"), OSError("offline\nmore"), RuntimeError("size mismatch"), AssertionError()):
+        monkeypatch.setattr(pipelines, "checkpoint_name", mock.Mock(side_effect=raised))
+        with pytest.raises(Unavailable, match="cannot be loaded") as refused:
+            pipelines.load_pipeline(str(file), **where)
+        assert "\n" not in str(refused.value) and str(file) in str(refused.value)
+    monkeypatch.setattr(pipelines, "checkpoint_name", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        pipelines.load_unet(str(file), **where)
+    for name in ("sdxl-refiner", "sd15-inpaint"):
+        monkeypatch.setattr(pipelines, "checkpoint_name", lambda path, name=name: name)
+        with pytest.raises(Unavailable, match=f"checkpoint of {name}, which makes no image of a text alone"):
+            pipelines.load_pipeline(str(file), **where)

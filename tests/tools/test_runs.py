@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,37 +41,54 @@ def test_demo(tmp_path, capsys):
     for name in ("LoRA, as AUTOMATIC1111", "LoRA, as SD.Next", "another checkpoint", "the first checkpoint again"):
         assert rows[name]["new_captures"] == 0 and rows[name]["changed"] > 10
     assert rows["first image"]["new_captures"] == 1
-    pictures = {
-        name: np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("original", "accelerated", "difference")
-    }
-    assert {picture.shape for picture in pictures.values()} == {(64, 64, 3)}
-    assert pictures["original"].std() > 10
-    out = capsys.readouterr().out
-    assert "amplified" in out and "group_norm" in out
+    assert all(0 < row["difference"] <= row["largest"] < 0.5 for row in result["rows"])
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
+    assert sheet.ndim == 3 and sheet.shape[0] > 4 * 200 and sheet.std() > 10
+    told = capsys.readouterr().out.strip().splitlines()
+    assert re.fullmatch(r"Images agree: largest difference 0\.00\d+ of 255, on average .* PASS", told[-1])
+    # before the first time that looks slow
+    assert "say nothing about a GPU" in "".join(told[:3])
+    assert not any(word in " ".join(told) for word in ("packed_linear", "captures", "first call"))
 
 
 def test_demo_with_a_folder_of_diffusers(tmp_path, monkeypatch, capsys, two_levels):
     pipe = pipelines.random_pipeline(dtype=torch.float32, device=torch.device("cpu"))
     pipe.save_pretrained(tmp_path / "model")
     monkeypatch.setenv("DEMO_MODEL", str(tmp_path / "model"))
-    assert cli.main(["demo", "--out", str(tmp_path), "--steps", "1", "--size", "64x64"]) == 0, capsys.readouterr().out
+    assert cli.main(["demo", "--out", str(tmp_path), "--steps", "1", "--size", "64x64", "--verbose"]) == 0
+    told = capsys.readouterr().out
+    assert "packed_linear" in told and "captures" in told and "first call" in told
+    # passes that found nothing are not shown
+    assert not re.search(r"^\w+( +0)+$", told, re.M)
+    assert re.search(r"^Images agree: .* PASS$", told.strip().splitlines()[-1])
 
 
-def test_demo_tells_of_a_picture_that_differs(tmp_path, monkeypatch, capsys, two_levels):
+def test_demo_tells_of_an_image_that_differs(tmp_path, monkeypatch, capsys, two_levels):
     # the trained one has its own levels
     monkeypatch.setattr(pipelines, "trained_pipeline", pipelines.random_pipeline)
     wrong = iter(range(1000))
     difference = demo._difference
     monkeypatch.setattr(demo, "_difference", lambda a, b: 50.0 if next(wrong) == 1 else difference(a, b))
     assert cli.main(["demo", "--out", str(tmp_path), "--steps", "1", "--size", "64x64"]) == 1
-    assert "FAULT another prompt: the images differ by 50.00 of 255" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "FAULT another prompt: the images differ by 50.00 of 255" in told
+    assert told.strip().splitlines()[-1].startswith("Images differ: ") and told.strip().endswith("FAIL")
 
 
-def test_amplified_difference(tmp_path):
-    one = np.full((8, 8, 3), 0.5)
-    assert demo.write_images(one, one + 0.004, tmp_path) == 100
-    assert np.asarray(Image.open(tmp_path / "difference.png")).max() == 102
-    assert demo.write_images(one, one, tmp_path) == 1
+def told(*differences: float, found: list[str], dtype: torch.dtype = torch.float32) -> str:
+    rows = [SimpleNamespace(largest=10 * each, difference=each) for each in differences]
+    return demo.verdict(SimpleNamespace(rows=rows, dtype=dtype), found)
+
+
+def test_the_verdict():
+    good = "Images agree: largest difference 0.0031 of 255, on average 0.00031 where 0.5 is allowed. PASS"
+    assert told(0.00031, 0.0001, found=[]) == good
+    assert told(0, found=[]).startswith("Images agree: largest difference 0 of 255")
+    assert told(1.5, found=[], dtype=torch.float16).endswith("PASS")
+    assert told(1.5, found=["a"]).startswith("Images differ: ") and told(1.5, found=["a"]).endswith("FAIL")
+    assert told(float("inf"), found=["a"]).startswith("Images differ: largest difference infinite of 255")
+    other = told(0.1, found=["the accelerator ran no plan"])
+    assert other.startswith("Images agree: ") and other.endswith("FAIL")
 
 
 class Seconds:
@@ -213,7 +232,7 @@ def test_bench_says_where_an_engine_failed(monkeypatch, capsys):
     assert "eager-channels-last: RuntimeError: no such thing" in capsys.readouterr().out
 
 
-def test_bench_ends_badly_where_no_plan_ran(monkeypatch, capsys):
+def test_bench_ends_badly_if_no_plan_ran(monkeypatch, capsys):
     monkeypatch.setattr(bench.engines.StableFast, "remark", lambda self: "the original forward ran: for a test")
     assert (
         cli.main(["bench", "--model", "tiny-sd15", "--size", "64x64", "--against", "eager", "--iterations", "1"]) == 1
@@ -221,10 +240,16 @@ def test_bench_ends_badly_where_no_plan_ran(monkeypatch, capsys):
     assert "for a test" in capsys.readouterr().out
 
 
+def test_bench_says_what_it_leaves_out(capsys, monkeypatch):
+    monkeypatch.setattr(bench.Bench, "measure", lambda self, case, keep=None: [])
+    assert cli.main(["bench", "--model", "tiny-sd15", "--size", "64x64", "--against", "cudagraph"]) == 0
+    assert "cudagraph is left out: it needs an NVIDIA GPU" in capsys.readouterr().err
+
+
 def test_bench_cold_measures_in_processes_of_their_own(tmp_path):
     file = tmp_path / "cold.json"
-    arguments = ["bench", "--model", "tiny-sd15", "--size", "64x64", "--against", "", "--iterations", "1", "--cold"]
-    assert cli.main([*arguments, "--json", str(file)]) == 0
+    arguments = ["bench", "--model", "tiny-sd15", "--size", "64x64", "--against", "sfast", "--iterations", "1"]
+    assert cli.main([*arguments, "--cold", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert result["cold"] and [row["engine"] for row in result["rows"]] == ["sfast"]
 

@@ -28,7 +28,7 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
 
 @pytest.fixture
 def subject(monkeypatch):
-    """Measures one shape for each size, on a CPU; the second size is interrupted where that is asked for."""
+    """Measures one shape for each size, on a CPU; the second size is interrupted if that is asked for."""
     made = Choices("sum", lambda run: {"own": 2.0, "other": 1.0}[run.__name__], lambda: True)
     stops: list[tuple[int, int]] = []
     stopped = []

@@ -97,7 +97,7 @@ def test_a_status_is_given_again_for_a_moment_or_until_something_changes(monkeyp
     for made, name in enumerate(CHANGING, 2):
         assert change(app, name).status_code in (200, 202)
         assert [count(), count()] == [made, made], name
-    # what a button of the page does, also where it fails
+    # what a button of the page does, also if it fails
     for action in (lambda: "done", lambda: 1 // 0):
         with contextlib.suppress(ZeroDivisionError):
             assert given._changing(action)() == "done"
@@ -228,7 +228,7 @@ def test_a_page_that_is_mounted_below_a_path_does_not_hide_the_routes():
 
 
 @pytest.mark.parametrize("name", CHANGING)
-def test_nothing_is_changed_where_the_api_of_the_webui_is_closed(name):
+def test_nothing_is_changed_if_the_api_of_the_webui_is_closed(name):
     app = fastapi.FastAPI()
     changed, started = [], Started()
     api.register(app, source(drop=lambda: changed.append(1), jobs=started.jobs(), api_is_on=lambda: False))
@@ -371,6 +371,54 @@ def test_it_asks_what_the_webui_asks(page, passwords):
     for header in ("Basic", "Basic !!!", "Basic /w==", "Bearer abc"):
         found = client(app).get(api.STATUS, headers={"authorization": header})
         assert found.status_code == (401 if guarded else 200) and "secret" not in found.text or not guarded
+
+
+class Queued:
+    """What Gradio's queue gives in place of a mapping."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+    def __iter__(self):
+        yield from vars(self).items()
+
+
+@pytest.mark.parametrize("passwords", [{}, {"api": "p2", "api2": "é:x"}], ids=["no api-auth", "api-auth"])
+@pytest.mark.parametrize(
+    "auth", [None, ("api", "p2"), ("api2", "é:x"), ("api", "p1"), ("api", ""), ("page", "p1"), ("", ""), ("API", "p2")]
+)
+@pytest.mark.parametrize("kind", ["headers", "queue"])
+def test_the_page_shows_what_the_route_answers_to_the_same_browser(passwords, auth, kind):
+    app = fastapi.FastAPI()
+    app.auth = None
+    given = source(passwords=lambda: passwords)
+    api.register(app, given)
+    answer = client(app).get("/sfast/v1/report", **({"auth": auth} if auth else {}))
+    headers = {key: value for key, value in answer.request.headers.items() if key == "authorization"}
+    request = SimpleNamespace(headers=answer.request.headers if kind == "headers" else Queued(**headers))
+    assert given.page_may_read(request) == (answer.status_code == 200)
+    assert given.page_may_read(None) == (not passwords)
+    assert given.page_may_read(SimpleNamespace()) == (not passwords)
+
+
+@pytest.mark.parametrize("page", ["passwords", "a function"])
+def test_who_is_logged_in_to_the_page_may_read(page):
+    app = fastapi.FastAPI()
+    app.auth, app.tokens = PAGES[page], {"good": "page"}
+    given = source(passwords=lambda: {"api": "p2"})
+    # nobody is logged in before there is a page
+    assert not given.page_may_read(None)
+    api.register(app, given)
+    assert given.page_may_read(None)
+    assert client(app).get("/sfast/v1/report", headers={"cookie": "access-token=good"}).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["Basic", "Basic !!!", "Basic /w==", "Bearer abc", "Basic YXBpOnAy\n", ""])
+def test_a_header_that_is_none_admits_nobody(header):
+    given = source(passwords=lambda: {"api": "p2"})
+    given.app = SimpleNamespace(auth=None)
+    assert not given.page_may_read(SimpleNamespace(headers={"authorization": header}))
+    assert given.page_may_read(SimpleNamespace(headers={"Authorization": "basic YXBpOnAy"}))
 
 
 def test_only_one_who_opens_it_is_asked_by_the_browser():

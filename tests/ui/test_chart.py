@@ -1,4 +1,4 @@
-"""The chart's bars; the image itself where matplotlib is."""
+"""The chart's bars; the image itself if matplotlib is there."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_what_was_not_measured_has_no_bar():
     assert chart.bars([failed]) == {}
 
 
-def test_without_matplotlib_there_is_no_picture(monkeypatch):
+def test_without_matplotlib_there_is_no_image(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert chart.figure([measured(a=15.0)]) is None
 
 
-def test_the_picture_has_a_bar_for_each_value():
+def test_the_image_has_a_bar_for_each_value():
     pytest.importorskip("matplotlib")
     assert chart.figure([]) is None
     picture = chart.figure([measured(a=15.0, b=19.0)])

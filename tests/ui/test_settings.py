@@ -72,7 +72,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_field_of_the_table_is_one_of_the_configuration():
-    assert len(set(settings_table.KEYS)) == len(settings_table.SETTINGS) + 2 == 13
+    assert len(set(settings_table.KEYS)) == len(settings_table.SETTINGS) + 2 == 14
     for setting in settings_table.SETTINGS:
         assert setting.key == f"sfast_{setting.field}"
         assert hasattr(HostConfig(), setting.field)
@@ -82,7 +82,7 @@ def test_every_field_of_the_table_is_one_of_the_configuration():
 
 def test_the_core_has_no_setting_of_a_webui():
     of_the_host = {field.name for field in fields(HostConfig)} - {field.name for field in fields(Config)}
-    assert of_the_host == {"vae", "png"}
+    assert of_the_host == {"vae", "png", "ahead"}
 
 
 @pytest.mark.parametrize("setting", [s for s in settings_table.SETTINGS if s.slider], ids=lambda s: s.field)
@@ -123,6 +123,7 @@ def test_groups_follow_each_other_each_below_its_heading():
         "sfast_preset",
         "sfast_vae",
         "sfast_png",
+        "sfast_ahead",
         "sfast_faster_sums",
         "sfast_memory_heading",
         "sfast_graph_memory_mb",
@@ -151,7 +152,7 @@ def test_the_search_of_settings_finds_the_switch_by_fast():
     assert "fast" in settings_table.INTRO.lower()
 
 
-def test_what_a_picture_maker_reads_first_has_no_word_of_engineers():
+def test_what_an_image_maker_reads_first_has_no_word_of_engineers():
     first = [s for s in settings_table.SETTINGS if s.group != settings_table.EXPERT]
     words = " ".join([settings_table.INTRO, *(f"{s.label} {s.info}" for s in first)]).lower()
     assert not [word for word in ("graph", "plan", "forward", "kernel", "tensor", "unet") if word in words]

@@ -1,9 +1,10 @@
-"""The tab is made of what Gradio 3 has, and is missed by nobody where gradio is not."""
+"""The tab is made of what Gradio 3 has, and is missed by nobody if gradio is not there."""
 
 from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
 
@@ -60,6 +61,19 @@ def test_it_has_a_place_for_the_tables_and_its_buttons(gradio):
     assert all(by_id(name).events[0]["api_name"] is False for name in buttons)
     fields = ("report_text", "sizes", "pictures", "tokens", "refresh", *buttons)
     assert all(by_id(name).do_not_save_to_config for name in fields)
+
+
+def test_what_may_not_be_read_is_not_shown(gradio):
+    sys.modules["gradio"].Request = type("Request", (), {})
+    asked = []
+    tab.tabs(actions(may_read=lambda request: asked.append(request) or request == "admitted"))
+    report, chart = (by_id(name).events[0]["fn"] for name in ("report", "chart"))
+    # by this, Gradio knows that it is to give the request
+    assert all(get_type_hints(each)["request"] is sys.modules["gradio"].Request for each in (report, chart))
+    assert report("admitted") == "a report" and chart("admitted")[1] == tab.NO_CHART
+    for request in (None, "another"):
+        assert report(request) == tab.PASSWORD and chart(request) == ({"visible": False}, tab.PASSWORD)
+    assert asked == ["admitted", "admitted", None, None, "another", "another"]
 
 
 @pytest.mark.parametrize("name", ["prepare", "measure"])

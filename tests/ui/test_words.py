@@ -93,12 +93,12 @@ def test_what_was_not_measured_is_not_shown():
     assert words.badge(status(accelerators=[{"plans": [plan], "calls_per_s": None}]))["text"] == "accelerated"
 
 
-def test_an_old_reason_is_not_that_of_the_last_picture():
+def test_an_old_reason_is_not_that_of_the_last_image():
     old = {**REASON, "calls_last": 0}
     assert words.badge(status(reasons_listed=[old]))["state"] == "on"
 
 
-def test_a_plan_of_another_picture_is_not_the_speed_of_this_one():
+def test_a_plan_of_another_image_is_not_the_speed_of_this_one():
     slow = {**PLAN, "speedup": 1.0, "last_pass": False, "replays": 900}
     assert words.badge(status(accelerators=[{"plans": [slow, PLAN]}]))["text"] == "2.1x"
 

@@ -284,7 +284,7 @@ def test_weights_that_were_laid_back_meanwhile_are_bound_to_no_plan(how, made):
     torch.testing.assert_close(module(x), twin(x), rtol=1e-4, atol=1e-5)
 
 
-def test_what_was_put_off_is_left_where_plans_came_since(made):
+def test_what_was_put_off_is_left_if_plans_came_since(made):
     module, twin, acc = made
     x = planned(module, twin)
     with held_original(acc):

@@ -80,7 +80,7 @@ def test_a_move_that_fails_moves_nothing(monkeypatch, where):
         assert card.used == 0
 
 
-def test_nothing_is_copied_where_nothing_changed(moved):
+def test_nothing_is_copied_if_nothing_changed(moved):
     for _ in range(3):
         assert moved.copies.bytes == sum(p.nbytes for p in moved.module.parameters())
         assert moved.leave() == 0 and all(moved.unmoved()) and equal(moved.module, moved.values)

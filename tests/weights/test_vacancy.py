@@ -56,7 +56,7 @@ class Case:
         return str(self.acc.report.as_dict())
 
 
-def test_nothing_is_given_back_where_the_module_lies_in_it(card: Card) -> None:
+def test_nothing_is_given_back_if_the_module_lies_in_it(card: Card) -> None:
     case = Case(card)
     assert not case.acc.give_memory_back()
     case.same()

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext.tools.lib.names import NAMES, TINY_NAMES
+
 TOKENS = 77
 _NEVER_CHANGES = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
@@ -68,7 +70,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "projection_class_embeddings_input_dim": 2560,
     },
 }
-"""Arguments of diffusers' UNet2DConditionModel, by the name that the command line takes."""
+"""Arguments of diffusers' UNet2DConditionModel for each of NAMES."""
 
 # Head sizes stay multiples of 8 and channels multiples of norm_num_groups, as in the real ones; the tiny SDXL text
 # embedding is 32 wide and each of its six numbers 8.
@@ -95,8 +97,6 @@ _TINY: dict[str, dict[str, Any]] = {
 }
 _TINY["sd15-inpaint"] = _TINY["sd15"]
 
-NAMES = tuple(CONFIGURATIONS)
-TINY_NAMES = tuple(f"tiny-{name}" for name in NAMES)
 REFINER_NUMBERS = 5
 """Numbers of size conditioning that SDXL's refiner takes; the base model takes 6."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sfast_ext.tools.lib import models
+from sfast_ext.tools.lib import Unavailable, models, names, weight_files
 
 _VAE: dict[str, Any] = {
     "in_channels": 3,
@@ -168,55 +169,83 @@ class Chosen(NamedTuple):
 
 
 def chosen(model: str | None, *, dtype: torch.dtype, device: torch.device) -> Chosen:
-    """The pipeline of a path, see `load_pipeline`; of None one of SD 1.5's size and random weights, on a CPU the tiny
-    one that writes digits."""
-    if model is not None:
-        return Chosen(load_pipeline(model, dtype=dtype, device=device), model, None)
-    if device.type == "cpu":
+    """The pipeline of one of `names.TEXT_TO_IMAGE` or of a path, see `load_pipeline`; of None sd15's, on a CPU the
+    tiny one that writes digits.
+
+    Raises:
+        Unavailable: the model cannot be loaded.
+    """
+    name = model or (names.DIGITS if device.type == "cpu" else "sd15")
+    if name == names.DIGITS:
         return Chosen(trained_pipeline(dtype=dtype, device=device), "a tiny model that writes digits", DIGITS)
-    return Chosen(random_pipeline("sd15", dtype=dtype, device=device), "random weights", None)
+    if name in names.TEXT_TO_IMAGE:
+        return Chosen(random_pipeline(name, dtype=dtype, device=device), f"{name} with random weights", None)
+    return Chosen(load_pipeline(name, dtype=dtype, device=device), name, None)
 
 
 def load_pipeline(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     """The pipeline of a folder of diffusers or of a single-file checkpoint.
 
     A single file brings no tokenizer: diffusers downloads it, with the configuration, unless it has them already.
+
+    Raises:
+        Unavailable: it cannot be loaded.
     """
     from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 
-    if Path(path).is_dir():
-        return DiffusionPipeline.from_pretrained(path, torch_dtype=dtype, safety_checker=None).to(device)
-    kind: Any = StableDiffusionXLPipeline if checkpoint_name(path) == "sdxl" else StableDiffusionPipeline
-    return kind.from_single_file(path, torch_dtype=dtype).to(device)
+    with _loading(path, pipeline=True):
+        if Path(path).is_dir():
+            return DiffusionPipeline.from_pretrained(path, torch_dtype=dtype, safety_checker=None).to(device)
+        name = checkpoint_name(path)
+        if name not in names.TEXT_TO_IMAGE:
+            raise Unavailable(f"{path} is a checkpoint of {name}, which makes no image of a text alone: name another")
+        kind: Any = StableDiffusionXLPipeline if name == "sdxl" else StableDiffusionPipeline
+        return kind.from_single_file(path, torch_dtype=dtype).to(device)
 
 
 def load_unet(path: str, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The UNet of a folder of diffusers (a pipeline's or its unet's) or of a single file; no network is used."""
+    """The UNet of a folder of diffusers (a pipeline's or its unet's) or of a single file; no network is used.
+
+    Raises:
+        Unavailable: it cannot be loaded.
+    """
     from diffusers import UNet2DConditionModel
 
     where = Path(path)
-    if where.is_dir():
-        subfolder = "unet" if (where / "unet").is_dir() else None
-        unet = UNet2DConditionModel.from_pretrained(path, subfolder=subfolder, torch_dtype=dtype)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            config = {"_class_name": "UNet2DConditionModel", **models.unet_config(checkpoint_name(path))}
-            Path(folder, "unet").mkdir()
-            Path(folder, "unet", "config.json").write_text(json.dumps(config), encoding="utf-8")
-            unet = UNet2DConditionModel.from_single_file(path, config=folder, subfolder="unet", torch_dtype=dtype)
-    return unet.to(device).eval().requires_grad_(False)
+    with _loading(path, pipeline=False):
+        if where.is_dir():
+            subfolder = "unet" if (where / "unet").is_dir() else None
+            unet = UNet2DConditionModel.from_pretrained(path, subfolder=subfolder, torch_dtype=dtype)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                config = {"_class_name": "UNet2DConditionModel", **models.unet_config(checkpoint_name(path))}
+                Path(folder, "unet").mkdir()
+                Path(folder, "unet", "config.json").write_text(json.dumps(config), encoding="utf-8")
+                unet = UNet2DConditionModel.from_single_file(path, config=folder, subfolder="unet", torch_dtype=dtype)
+        return unet.to(device).eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _loading(path: str, *, pipeline: bool) -> Iterator[None]:
+    """Whatever the libraries raise of a file is about that file."""
+    weight_files.check(Path(path), pipeline=pipeline)
+    try:
+        yield
+    except (Unavailable, MemoryError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as exc:
+        said = f"{path} cannot be loaded ({type(exc).__name__}: {weight_files.first_line(exc)})"
+        raise Unavailable(f"{said}: name another file, or download it again") from exc
 
 
 def checkpoint_name(path: str) -> str:
-    """Which of `models.NAMES` a single-file checkpoint is, by the shapes of its tensors.
+    """Which of `models.NAMES` a .safetensors checkpoint is, by the shapes of its tensors.
 
     Raises:
-        ValueError: it is none of them, or no .safetensors file.
+        Unavailable: it is none of them.
     """
     from safetensors import safe_open
 
-    if not path.endswith(".safetensors"):
-        raise ValueError(f"{path} is neither a folder nor a .safetensors file")
     unet = "model.diffusion_model."
     with safe_open(path, framework="pt") as file:
         shapes = {key: file.get_slice(key).get_shape() for key in file.keys() if key.startswith(unet)}  # noqa: SIM118
@@ -226,4 +255,7 @@ def checkpoint_name(path: str) -> str:
         expected = [config["block_out_channels"][0], config["in_channels"]]
         if context == config["cross_attention_dim"] and first is not None and list(first[:2]) == expected:
             return name
-    raise ValueError(f"{path} is no checkpoint of Stable Diffusion 1.5, 2, XL or its refiner")
+    raise Unavailable(
+        f"{path} is no checkpoint of Stable Diffusion 1.5, 2, XL or its refiner, such as a LoRA, a VAE or another"
+        " model: name a checkpoint"
+    )

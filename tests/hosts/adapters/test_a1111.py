@@ -87,7 +87,7 @@ def test_does_not_detect_what_is_not_there():
     assert not a1111.detect()
 
 
-def test_a_generation_runs_plans_and_gives_the_same_picture(host, capsys):
+def test_a_generation_runs_plans_and_gives_the_same_image(host, capsys):
     unet = started(host)
     assert capsys.readouterr().out.count("\n") == 1
     assert accelerator_of(unet) is not None
@@ -139,7 +139,7 @@ def test_lora_is_brought_up_to_date_and_keeps_the_plans(host):
     assert count("captures") == captures and status()["reasons"] == {}
 
 
-def test_a_lora_from_the_very_first_picture(host):
+def test_a_lora_from_the_very_first_image(host):
     started(host)
     host.lora(a=1.0)
     assert same(host.generate(), reference(1, loras={"a": 1.0}))
@@ -468,7 +468,7 @@ def test_scripts_loaded_again_without_the_unload(host):
     assert same(host.generate(), reference(1))
 
 
-def test_a_fault_of_ours_goes_to_the_report_and_the_picture_goes_on(host, monkeypatch):
+def test_a_fault_of_ours_goes_to_the_report_and_the_image_goes_on(host, monkeypatch):
     started(host)
 
     def fault(*_: Any, **__: Any) -> None:

@@ -21,9 +21,9 @@ from sfast_ext.hosts.a1111 import adapter as a1111
 from sfast_ext.runtime import plan_runner, verify
 from sfast_ext.weights import digest
 
-pytestmark = pytest.mark.usefixtures("vae_plans_at_once")
+pytestmark = pytest.mark.usefixtures("vae_plans_at_once", "proportions")
 
-UNET = sum(p.nbytes for p in standin.make_unet(1).parameters())
+UNET = sum(p.nbytes for p in standin.make_unet(1, levels=2).parameters())
 VAE = sum(p.nbytes for p in vaes.make_vae(1).parameters())
 # activations, indices, results of tiny models
 SMALL = UNET // 5
@@ -142,7 +142,7 @@ def test_another_vae_is_decoded(on: Running) -> None:
 
 
 @pytest.mark.parametrize("on", FLAGS[:1], indirect=True)
-def test_it_is_the_webuis_again_where_that_is_wished(on: Running) -> None:
+def test_it_is_the_webuis_again_if_that_is_wished(on: Running) -> None:
     for _ in range(3):
         on.picture()
     on.host.opts.sfast_vae = False

@@ -22,7 +22,8 @@ from sfast_ext.hosts.a1111 import adapter as a1111
 from sfast_ext.plans.payback import Recapture
 from sfast_ext.weights import digest
 
-SIZE = sum(p.nbytes for p in standin.make_unet(1).parameters())
+pytestmark = pytest.mark.usefixtures("proportions")
+SIZE = sum(p.nbytes for p in standin.make_unet(1, levels=2).parameters())
 # what torch rounds up, indices, inputs and results of a tiny model
 SMALL = SIZE // 20
 
@@ -131,7 +132,7 @@ def test_a_model_that_is_thrown_away_leaves_nothing(on, channels, monkeypatch):
 @pytest.mark.parametrize("on", [12], indirect=True)
 @pytest.mark.parametrize("room", [True, False])
 @pytest.mark.parametrize("what", ["decode", "encode", "upscale"])
-def test_graphs_go_where_the_host_needs_the_memory(on, what, room, monkeypatch):
+def test_graphs_go_if_the_host_needs_the_memory(on, what, room, monkeypatch):
     expected = of(1)
     vae = on.host.model_data.sd_model.first_stage_model
     latent, picture = torch.zeros(1, 4, 8, 8).to(GPU), torch.zeros(1, 3, 32, 32).to(GPU)
@@ -231,7 +232,7 @@ def lowvram(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medvram]:
 
 
 @pytest.mark.parametrize(("medvram", "kept"), [(1.7, False), (4, True)], indirect=["medvram"])
-def test_with_medvram_every_picture_is_accelerated_in_the_memory_it_has(medvram, kept):
+def test_with_medvram_every_image_is_accelerated_in_the_memory_it_has(medvram, kept):
     expected, other = of(1), of(1)
     torch.testing.assert_close(medvram.picture(), expected, rtol=1e-3, atol=1e-4)
     assert medvram.counted("captures", "graph_captures") == [1, 1]
@@ -250,7 +251,7 @@ def test_with_medvram_every_picture_is_accelerated_in_the_memory_it_has(medvram,
 
 
 @pytest.mark.parametrize("medvram", [1.7], indirect=True)
-def test_with_medvram_later_pictures_need_no_graph_and_no_more_memory(medvram, monkeypatch):
+def test_with_medvram_later_images_need_no_graph_and_no_more_memory(medvram, monkeypatch):
     expected, other = of(1), of(1)
     torch.testing.assert_close(medvram.picture(), expected, rtol=1e-3, atol=1e-4)
     monkeypatch.setattr(Recapture, "is_due", lambda self, with_ms: False)

@@ -72,7 +72,7 @@ def test_a_change_of_the_first_steps_costs_those_and_no_others(host):  # noqa: F
     assert all("Scaler.forward of the extension sd-webui-kohya-hiresfix" in reason for reason in status()["reasons"])
 
 
-def test_reasons_are_of_the_last_pictures(host):  # noqa: F811
+def test_reasons_are_of_the_last_images(host):  # noqa: F811
     started(host)
     host.shared.loaded_hypernetworks = [SimpleNamespace(name="anime")]
     for _ in range(4):

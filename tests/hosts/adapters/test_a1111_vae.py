@@ -80,7 +80,7 @@ def on() -> Iterator[Running]:
         assert accelerator_of(on.vae.decoder) is None and "forward" not in vars(on.vae.encoder)
 
 
-def test_the_second_picture_of_a_size_prepares_and_the_third_is_decoded_by_a_plan(on):
+def test_the_second_image_of_a_size_prepares_and_the_third_is_decoded_by_a_plan(on):
     assert [on.picture() for _ in range(4)] == ["original", "prepared", "plan", "plan"]
     found = on.status()
     assert found["plans"][0]["label"] == "VAE decoder, 64x64" and found["plans"][0]["fused"]["silu"] == 17
@@ -110,7 +110,7 @@ def test_what_is_said_of_the_steps_does_not_count_the_vae(on):
     }  # fmt: skip
 
 
-def test_switched_off_it_is_released_before_the_next_picture_and_back_on_it_starts_anew(on):
+def test_switched_off_it_is_released_before_the_next_image_and_back_on_it_starts_anew(on):
     for _ in range(3):
         on.picture()
     on.host.opts.data["sfast_vae"] = False
@@ -130,7 +130,7 @@ def test_its_sums_stay_in_full_precision_whatever_the_steps_have(on):
     assert not ours.config.cuda_graphs and ours.config.rare_calls and ours.config.max_plans == 8
 
 
-def test_with_all_off_no_picture_has_a_plan(on):
+def test_with_all_off_no_image_has_a_plan(on):
     on.host.opts.data["sfast_enabled"] = False
     on.host.request()
     assert [on.decode() for _ in range(3)] == ["original"] * 3 and accelerator_of(on.vae.decoder) is None
@@ -165,7 +165,7 @@ def test_a_vae_of_another_dtype_gets_other_plans_and_its_own_result(on):
 
 
 @pytest.mark.skipif(not HALF_ON_THE_CPU, reason="this torch has no convolution in float16 on a CPU")
-def test_the_upcast_in_the_middle_of_a_picture(on):
+def test_the_upcast_in_the_middle_of_an_image(on):
     for vae in (on.vae, on.twin.first_stage_model):
         vae.to(torch.float16)
         # overflows in float16 alone

@@ -22,7 +22,7 @@ def said(result):
     return json.loads(json.dumps(result.extra_generation_params))["Stable Fast"]
 
 
-def test_an_answer_says_how_much_was_accelerated_and_the_picture_does_not(host):  # noqa: F811
+def test_an_answer_says_how_much_was_accelerated_and_the_image_does_not(host):  # noqa: F811
     started(host)
     first, second = host.request(steps=4), host.request(steps=4)
     assert said(first) == {

@@ -88,7 +88,7 @@ def units():
 
 
 @pytest.fixture(autouse=True)
-def cache(host, units, monkeypatch):  # noqa: F811
+def cache(proportions, host, units, monkeypatch):  # noqa: F811
     """The models that the extension keeps loaded."""
     scripts = ModuleType("modules.scripts")
     script = SimpleNamespace(model_cache={i: SimpleNamespace(model=u.control_model) for i, u in enumerate(units)})

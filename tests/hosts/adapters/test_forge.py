@@ -13,6 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
+from hosts.standins import a1111
 from hosts.standins import forge as standin
 from sfast_ext import accelerator_of
 from sfast_ext.hosts.forge import adapter as forge
@@ -53,9 +54,15 @@ def same(picture: torch.Tensor, expected: torch.Tensor) -> bool:
     return float((picture - expected).norm() / expected.norm()) < TOLERANCE
 
 
-@functools.lru_cache(maxsize=None)
 def reference(seed: int = 1, channels: int = 32, loras: tuple[tuple[str, float], ...] = (), **options: Any) -> Any:
     """The image as the WebUI makes it without us."""
+    return _reference(a1111.by_default, seed, channels, loras, **options)
+
+
+@functools.lru_cache(maxsize=None)
+def _reference(
+    levels: int, seed: int, channels: int, loras: tuple[tuple[str, float], ...], **options: Any
+) -> torch.Tensor:
     with standin.running() as other:
         other.load(seed, channels)
         other.lora(**dict(loras))
@@ -115,7 +122,7 @@ def test_a_program_of_another_name_is_served_if_all_that_is_relied_on_is_there(h
     ]
 
 
-def test_a_generation_runs_plans_and_gives_the_same_picture(host, capsys):
+def test_a_generation_runs_plans_and_gives_the_same_image(host, capsys):
     forge.start("test")
     assert capsys.readouterr().out.count("\n") == 1
     host.load(1)
@@ -168,6 +175,7 @@ def test_a_checkpoint_of_the_same_architecture_keeps_the_plans(started):
     assert same(started.generate(), reference(2)) and count("captures") == 2
 
 
+@pytest.mark.usefixtures("proportions")
 def test_the_residuals_of_a_controlnet_are_added_once_in_each_run(host):
     host.opts.data["sfast_check"] = "always"
     with standin.running() as other:
@@ -189,6 +197,7 @@ def test_the_residuals_of_a_controlnet_are_added_once_in_each_run(host):
     assert same(host.generate(), reference())
 
 
+@pytest.mark.usefixtures("proportions")
 def test_what_sdxl_is_told_beside_the_prompt_is_an_input_of_the_plan(started):
     pictures = []
     for number in (0.0, 1.0, 2.0):
@@ -240,7 +249,7 @@ def test_every_kind_of_patch_that_the_forward_reads_is_bypassed(started):
         assert status()["counters"].get("captures", 0) == 0, kind
 
 
-def test_lora_in_the_layers_is_bypassed_from_one_picture_to_the_next(started):
+def test_lora_in_the_layers_is_bypassed_from_one_image_to_the_next(started):
     assert same(started.generate(), reference())
     with standin.running() as other:
         other.load(1)
@@ -272,7 +281,7 @@ def test_weights_that_are_cast_or_kept_in_system_memory_are_bypassed(started):
     assert same(started.generate(), reference()) and count("plans run") > 0
 
 
-def test_the_forward_is_the_webui_s_own_where_its_torch_compile_is_on(started):
+def test_the_forward_is_the_webui_s_own_if_its_torch_compile_is_on(started):
     assert same(started.generate(), reference())
     model = started.model_data.sd_model.original.model
     own = model.apply_model
@@ -292,7 +301,7 @@ def test_a_network_that_is_no_unet_is_left_alone(host):
     assert "forward" not in vars(host.unet)
 
 
-def test_switched_off_the_picture_is_the_webui_s_own_to_the_last_bit(started):
+def test_switched_off_the_image_is_the_webui_s_own_to_the_last_bit(started):
     started.generate()
     started.opts.data["sfast_enabled"] = False
     assert torch.equal(started.generate(), reference())

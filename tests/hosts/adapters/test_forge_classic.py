@@ -13,13 +13,14 @@ pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs st
 from pretended_card import GPU, pretended_card, small_reserves
 
 from hosts.adapters.test_forge import INSIDE, patched_inside, same, tomesd_m
+from hosts.standins import a1111
 from hosts.standins import forge_classic as standin
 from sfast_ext import accelerator_of
 from sfast_ext.hosts.forge import adapter as forge
 from sfast_ext.hosts.forge import programs
 from sfast_ext.hosts.forge.adapter import ClassicSession
 
-SIZE = sum(p.nbytes for p in standin.make_unet(1).parameters())
+SIZE = sum(p.nbytes for p in standin.make_unet(1, levels=2).parameters())
 
 
 def status() -> dict[str, Any]:
@@ -34,9 +35,13 @@ def count(name: str) -> int:
     return sum(status()["counters"].get(n, 0) for n in names)
 
 
-@functools.lru_cache(maxsize=None)
 def reference(seed: int = 1, loras: tuple[tuple[str, float], ...] = (), everywhere: bool = False) -> torch.Tensor:
     """The image as the WebUI makes it without us."""
+    return _reference(a1111.by_default, seed, loras, everywhere)
+
+
+@functools.lru_cache(maxsize=None)
+def _reference(levels: int, seed: int, loras: tuple[tuple[str, float], ...], everywhere: bool) -> torch.Tensor:
     with standin.running() as other:
         other.load(seed)
         other.lora(everywhere=everywhere, **dict(loras))
@@ -157,8 +162,9 @@ def test_it_has_no_release(host):
     assert status()["host"] == {"name": "Forge Classic", "version": "classic", "remarks": []}
 
 
+@pytest.mark.usefixtures("proportions")
 @pytest.mark.parametrize(("room", "kept"), [(1.6, False), (4, True)])
-def test_on_a_gpu_what_forge_moves_off_is_held_only_where_there_is_room(monkeypatch, room, kept):
+def test_on_a_gpu_what_forge_moves_off_is_held_only_if_there_is_room(monkeypatch, room, kept):
     small_reserves(monkeypatch, SIZE)
     expected = {loras: reference(loras=loras, everywhere=True) for loras in ((), (("a", 1.0),))}
     with standin.running(GPU, sfast_triton=False) as host, pretended_card(monkeypatch, int(room * SIZE)) as card:

@@ -16,7 +16,8 @@ from pretended_card import GPU, Card, pretended_card, small_reserves
 from hosts.standins import forge as standin
 from sfast_ext.hosts.forge import adapter as forge
 
-SIZE = sum(p.nbytes for p in standin.make_unet(1).parameters())
+pytestmark = pytest.mark.usefixtures("proportions")
+SIZE = sum(p.nbytes for p in standin.make_unet(1, levels=2).parameters())
 # what torch rounds up, indices, inputs and results of a tiny model
 SMALL = SIZE // 20
 
@@ -92,7 +93,7 @@ def test_where_memory_is_short_a_lora_of_all_layers_takes_no_more_than_without_u
 
 
 @pytest.mark.parametrize(("on", "kept"), [(1.6, False), (4, True)], indirect=["on"])
-def test_what_forge_moved_off_the_gpu_is_held_only_where_there_is_room(on, kept):
+def test_what_forge_moved_off_the_gpu_is_held_only_if_there_is_room(on, kept):
     expected = of(1)
     captures = on.counter("captures")
     # a text encoder as large as the UNet needs the room

@@ -14,12 +14,13 @@ import torch
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from pretended_card import GPU, Card, pretended_card, small_reserves
 
+from hosts.standins import a1111
 from hosts.standins import forge as neo
 from hosts.standins import forge_classic as classic
 from sfast_ext.hosts.forge import adapter
 
 EVENTS = 30
-SIZE = sum(p.nbytes for p in neo.make_unet(1).parameters())
+SIZE = sum(p.nbytes for p in neo.make_unet(1, levels=2).parameters())
 # inputs, indices and results of a tiny model, and packed weights of which Forge has moved a part
 SLACK = 0.2 * SIZE
 STANDINS = {"neo": neo, "classic": classic}
@@ -99,6 +100,7 @@ HAPPENINGS = [
 
 def play(program: str, memory: float, seed: int, patch: pytest.MonkeyPatch, events: int = EVENTS) -> dict[str, int]:
     """So many events, each followed by images, on a GPU with memory for so many UNets; the report's counters."""
+    a1111.two_levels(patch)
     small_reserves(patch, SIZE)
     module: ModuleType = STANDINS[program]
     running = module.running(GPU, sfast_triton=False)
@@ -121,7 +123,7 @@ def play(program: str, memory: float, seed: int, patch: pytest.MonkeyPatch, even
 
 
 @pytest.mark.parametrize(("program", "memory"), CASES)
-def test_pictures_and_memory_are_those_without_us(program: str, memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_and_memory_are_those_without_us(program: str, memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = play(program, memory, int(10 * memory), monkeypatch)
     assert counters.get("replays", 0) + counters.get("eager_runs", 0) > 15
     assert counters["memory_given_back"] > 0

@@ -54,7 +54,7 @@ def test_lora_added_weakened_and_removed_is_never_stale(host):
     assert count("captures") == 1 and status()["reasons"] == {}
 
 
-def test_lora_in_the_layers_is_never_stale_even_where_its_strength_changes_between_steps(host):
+def test_lora_in_the_layers_is_never_stale_even_if_its_strength_changes_between_steps(host):
     assert same(host.generate(), reference())
     for loras in ((("a", 1.0),), (("a", 0.3),), (("a", 0.3), ("b", 1.0)), (("b", 1.0),)):
         host.lora(online=True, **dict(loras))

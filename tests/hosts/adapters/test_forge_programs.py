@@ -15,7 +15,7 @@ pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs st
 from pretended_card import GPU, pretended_card, small_reserves
 
 from hosts.adapters.test_forge import INSIDE, same, tomesd_m
-from hosts.standins import forge, forge_classic, forge_old, forge_secondary, reforge
+from hosts.standins import a1111, forge, forge_classic, forge_old, forge_secondary, reforge
 from sfast_ext import accelerator_of
 from sfast_ext.hosts.forge import adapter
 
@@ -57,9 +57,13 @@ class Running:
         assert self.count("plans run") > before
 
 
-@functools.lru_cache(maxsize=None)
 def reference(name: str, seed: int = 1, loras: tuple[tuple[str, float], ...] = (), **more: Any) -> torch.Tensor:
     """The image as the WebUI makes it without us."""
+    return _reference(a1111.by_default, name, seed, loras, **more)
+
+
+@functools.lru_cache(maxsize=None)
+def _reference(levels: int, name: str, seed: int, loras: tuple[tuple[str, float], ...], **more: Any) -> torch.Tensor:
     with PROGRAMS[name][0].running() as other:
         other.load(seed)
         other.lora(**more, **dict(loras))
@@ -295,9 +299,10 @@ def test_a_compiled_unet_is_left_to_torch_compile(on):
     on.accelerated(reference(on.name))
 
 
+@pytest.mark.usefixtures("proportions")
 @both
 @pytest.mark.parametrize(("room", "kept"), [(1.6, False), (4, True)])
-def test_on_a_gpu_what_forge_moves_off_is_held_only_where_there_is_room(on, monkeypatch, room, kept):
+def test_on_a_gpu_what_forge_moves_off_is_held_only_if_there_is_room(on, monkeypatch, room, kept):
     name = on.name
     on.session.stop()
     size = sum(p.nbytes for p in on.host.unet.parameters())
@@ -322,6 +327,7 @@ def test_on_a_gpu_what_forge_moves_off_is_held_only_where_there_is_room(on, monk
         assert host.errors == []
 
 
+@pytest.mark.usefixtures("proportions")
 @each
 def test_switched_off_and_stopped_nothing_of_ours_is_left(on):
     on.host.generate()

@@ -81,7 +81,7 @@ def test_places_in_a_device_map():
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_weights_stay_where_decoding_finds_room_beside_them(there, monkeypatch):
+def test_weights_stay_if_decoding_finds_room_beside_them(there, monkeypatch):
     net = nn.Linear(1000, 1000)
     held = 4 * 1001000
     # an SD 1.5 VAE takes more than 5 GiB at 1024x1024 without tiling

@@ -29,7 +29,7 @@ def forwards(unet: nn.Module) -> list[Any]:
     return [(n, m.__dict__.get("forward"), m.__dict__.get("_old_forward")) for n, m in unet.named_modules()]
 
 
-def test_a_job_goes_on_where_the_host_has_forgotten_its_name(host: Host) -> None:
+def test_a_job_goes_on_if_the_host_has_forgotten_its_name(host: Host) -> None:
     queue = importlib.import_module("modules.call_queue")
     assert not host.status()["busy"]
     with queue.queue_lock:
@@ -51,7 +51,7 @@ def test_who_its_own_api_asks_for_a_password_is_asked_here(host: Host) -> None:
     assert session.api_passwords() == {"one": ""}
 
 
-def test_a_picture_is_made_by_a_plan_and_is_the_same(host: Host) -> None:
+def test_an_image_is_made_by_a_plan_and_is_the_same(host: Host) -> None:
     host.sd_models.load_model(pipeline())
     close(host.picture(steps=4), host.stock(steps=4))
     assert host.captures() == 1
@@ -139,7 +139,7 @@ def test_hooks_that_only_move_arguments_are_vouched_for(host: Host) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 64 << 30])
-def test_offload_by_models_is_lived_with_where_there_is_room(
+def test_offload_by_models_is_lived_with_if_there_is_room(
     host: Host, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_room, "free_bytes", lambda: room)

@@ -102,7 +102,7 @@ def test_a_network_that_stays_under_offload_by_groups(open_card: Any, like: Prop
     assert job["runs"] == STEPS and job["captures"] == 0
 
 
-@pytest.mark.parametrize(("like", "gib"), [(SD15, 12), (SDXL, 8), (SDXL, 16)])
+@pytest.mark.parametrize(("like", "gib"), [(SD15, 12), (SDXL, 8)])
 def test_in_bfloat16_which_is_the_default(open_card: Any, like: Proportions, gib: int) -> None:
     on = open_card(gib, like, torch.bfloat16)
     # a CPU takes 30 times as long as in float32
@@ -115,7 +115,7 @@ def test_in_bfloat16_which_is_the_default(open_card: Any, like: Proportions, gib
 
 
 @with_vae_plans
-def test_a_large_picture_gets_the_memory_of_plans(open_card: Any) -> None:
+def test_a_large_image_gets_the_memory_of_plans(open_card: Any) -> None:
     on = open_card(12, SDXL)
     small = on.expected()
     large = on.stock(width=44, height=44)
@@ -150,7 +150,7 @@ def test_lora_is_followed_while_the_weights_come_and_go(open_card: Any, gib: int
     assert on.host.captures() == 1
 
 
-@pytest.mark.parametrize(("like", "gib"), [(SD15, 12), (SDXL, 8), (SDXL, 12)])
+@pytest.mark.parametrize(("like", "gib"), [(SDXL, 8), (SDXL, 12)])
 def test_a_checkpoint_of_the_same_architecture_keeps_the_plans(open_card: Any, like: Proportions, gib: int) -> None:
     on = open_card(gib, like)
     expected = [on.expected(seed) for seed in (0, 1)]

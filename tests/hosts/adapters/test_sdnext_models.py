@@ -139,7 +139,7 @@ def test_the_refiner_is_accelerated_beside_the_model(host: Host) -> None:
     assert [a["name"] for a in host.status()["accelerators"]] == ["unet"]
 
 
-def test_the_refiner_is_given_back_where_the_gpu_has_no_room(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_refiner_is_given_back_if_the_gpu_has_no_room(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.sd_models.load_model(pipeline())
     host.sd_models.load_refiner(pipeline(5))
     host.picture(refine=True)

@@ -66,7 +66,7 @@ def encoded(vae: Any) -> torch.Tensor:
     return vae.encode(picture).latent_dist.sample(torch.Generator().manual_seed(2))
 
 
-def test_pictures_are_decoded_by_a_plan_from_the_third_on(host):
+def test_images_are_decoded_by_a_plan_from_the_third_on(host):
     twin = copy.deepcopy(host.stock())
     counts = []
     for _ in range(4):
@@ -103,7 +103,7 @@ def test_slices_and_tiles(host):
     assert len(accelerator_of(vae_of(host).decoder).plans) <= 8
 
 
-def test_its_own_upcast_for_each_picture_keeps_the_plans(host):
+def test_its_own_upcast_for_each_image_keeps_the_plans(host):
     half, twin = make_vae().half(), make_vae().half()
     host.modeldata.model_data.sd_model.vae = half
     host.session.follow()
@@ -147,7 +147,7 @@ def test_offloads_that_move_layers_leave_it_alone_and_say_so(host, mode):
     assert any(event["stage"] == "VAE" and mode in event["message"] for event in host.status()["events"])
 
 
-def test_switched_off_for_one_picture(host):
+def test_switched_off_for_one_image(host):
     twin = make_vae()
     for _ in range(3):
         did(host, decoded, twin)

@@ -101,7 +101,7 @@ def test_a_start_registers_and_a_stop_undoes_it_in_reverse(host, kind):
         ({"sfast_allow_cpu": True}, "torch finds no NVIDIA GPU", True),
     ],
 )
-def test_png_files_are_compressed_by_several_threads_where_the_user_wants_it(
+def test_png_files_are_compressed_by_several_threads_if_the_user_wants_it(
     host, kind, monkeypatch, chosen, missing, ours
 ):
     monkeypatch.setattr(session.environment, "no_gpu", lambda: missing)
@@ -193,7 +193,7 @@ def test_a_tab_that_cannot_be_made_leaves_the_host_s_others(host, kind):
     assert kind.running.status()["last_error"]["stage"] == "the tab"
 
 
-def test_stages_are_shown_where_the_host_shows_text(host, kind):
+def test_stages_are_shown_if_the_host_shows_text(host, kind):
     kind.start("0")
     state = SimpleNamespace(job="task(1)", textinfo=None)
     sys.modules["modules.shared"].state = state
@@ -204,7 +204,7 @@ def test_stages_are_shown_where_the_host_shows_text(host, kind):
     assert state.textinfo is None
 
 
-def test_the_plot_gets_its_axes_where_the_host_has_one(host, kind, monkeypatch):
+def test_the_plot_gets_its_axes_if_the_host_has_one(host, kind, monkeypatch):
     kind.start("0")
     host.callbacks["before_ui"]()
     axes = []

@@ -21,7 +21,7 @@ def plans():
     return [plan for each in status()["accelerators"] for plan in each["plans"]]
 
 
-def test_a_plan_is_called_by_its_size_and_the_last_picture_s_is_marked(host):  # noqa: F811
+def test_a_plan_is_called_by_its_size_and_the_last_image_s_is_marked(host):  # noqa: F811
     started(host)
     host.generate(steps=4)
     host.generate(size=16, steps=4)
@@ -33,7 +33,7 @@ def test_a_plan_is_called_by_its_size_and_the_last_picture_s_is_marked(host):  #
     assert [p["label"] for p in plans() if p["last_pass"]] == ["64x64, 1 image, 7 tokens"]
 
 
-def test_every_step_of_a_picture_is_one_of_the_last_picture_s(host):  # noqa: F811
+def test_every_step_of_an_image_is_one_of_the_last_image_s(host):  # noqa: F811
     started(host)
     host.generate(steps=5)
     assert status()["last_pass"] == {"accelerated": 4, "bypassed": 0, "prepared": 1}
@@ -43,7 +43,7 @@ def test_every_step_of_a_picture_is_one_of_the_last_picture_s(host):  # noqa: F8
     assert [row["calls_last"] for row in status()["reasons_listed"]] == [5]
 
 
-def test_no_plan_is_that_of_a_picture_that_was_not_accelerated(host):  # noqa: F811
+def test_no_plan_is_that_of_an_image_that_was_not_accelerated(host):  # noqa: F811
     started(host)
     host.generate(steps=4)
     assert [plan["last_pass"] for plan in plans()] == [True]
@@ -52,7 +52,7 @@ def test_no_plan_is_that_of_a_picture_that_was_not_accelerated(host):  # noqa: F
     assert [plan["last_pass"] for plan in plans()] == [False] and status()["badge"]["help"] == "hypernetwork"
 
 
-def test_a_picture_with_the_extension_off_leaves_nothing_said_of_the_one_before(host):  # noqa: F811
+def test_an_image_with_the_extension_off_leaves_nothing_said_of_the_one_before(host):  # noqa: F811
     started(host)
     host.request(steps=4)
     assert [plan["last_pass"] for plan in plans()] == [True] and status()["badge"]["state"] == "on"
@@ -151,7 +151,7 @@ class WithoutABar(logging.Handler):
 
 
 @pytest.mark.parametrize("around", [None, WithoutABar])
-def test_the_console_names_the_stages_once_where_the_webui_configures_no_log(host, capsys, monkeypatch, around):  # noqa: F811
+def test_the_console_names_the_stages_once_if_the_webui_configures_no_log(host, capsys, monkeypatch, around):  # noqa: F811
     monkeypatch.setitem(sys.modules, "modules.logging_config", SimpleNamespace(TqdmLoggingHandler=around))
     logger = logging.getLogger("sfast_ext")
     # pytest's own handlers are there

@@ -22,7 +22,7 @@ class SDNextAxis:
 
 
 @pytest.mark.parametrize("axis", [A1111Axis, SDNextAxis])
-def test_each_axis_overrides_its_setting_for_one_picture(axis):
+def test_each_axis_overrides_its_setting_for_one_image(axis):
     grid = SimpleNamespace(AxisOption=axis, axis_options=[axis("Nothing", str, None)])
     xyz.add_axes(grid)
     xyz.add_axes(grid)

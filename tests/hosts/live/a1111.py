@@ -183,10 +183,10 @@ def equal_to_stock(steps: Round) -> Any:
     """A module's test that each image of its round is that of the WebUI without the extension."""
 
     @pytest.mark.parametrize("name", pictured(steps))
-    def test_picture_is_the_one_without_the_extension(played: Played, stock: dict[str, list[str]], name: str) -> None:
+    def test_image_is_the_one_without_the_extension(played: Played, stock: dict[str, list[str]], name: str) -> None:
         assert apart(played.pictures[name], stock[name]) < TOLERANCE
 
-    return test_picture_is_the_one_without_the_extension
+    return test_image_is_the_one_without_the_extension
 
 
 def accelerated(played: Played, name: str) -> None:

@@ -242,8 +242,8 @@ def program_tests(
     return {
         **round_tests(program, steps, why, same_plans),
         **_by_name(
-            requests.test_after_an_interruption_the_next_picture_is_right,
-            requests.test_two_requests_at_once_give_both_pictures,
+            requests.test_after_an_interruption_the_next_image_is_right,
+            requests.test_two_requests_at_once_give_both_images,
             test_the_vae_and_controlnets_are_accelerated,
             test_the_round_shows_what_it_should,
             test_switched_off_the_bytes_are_the_webui_s_own,

@@ -20,7 +20,7 @@ MOST_LAID = 4
 CALM = 3
 """Images without a patch after all were taken away: by the last of them plans run again."""
 SPARE = 2
-"""Captures of one image beyond one for each behaviour that it had: where a forward looks at numbers of its
+"""Captures of one image beyond one for each behaviour that it had: if a forward looks at numbers of its
 arguments, a plan is made once more."""
 
 

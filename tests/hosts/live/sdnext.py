@@ -205,8 +205,8 @@ def do(webui: WebUI, kind: str, payload: Any) -> list[str]:
     """The images of a step.
 
     Args:
-        kind: "txt2img", "img2img" or "control"; "options", where `payload` are settings; "call", where it is a path;
-            "do", where it is a function of the WebUI that gives images.
+        kind: "txt2img", "img2img" or "control"; "options", if `payload` are settings; "call", if it is a path;
+            "do", if it is a function of the WebUI that gives images.
     """
     if kind == "do":
         return list(payload(webui))
@@ -330,7 +330,7 @@ def playing(
             yield found
 
     @pytest.mark.parametrize("name", pictured(steps))
-    def test_picture_equals_the_one_without_the_extension(played: Played, name: str) -> None:
+    def test_image_equals_the_one_without_the_extension(played: Played, name: str) -> None:
         played.equal(name, tolerance)
 
-    return played, test_picture_equals_the_one_without_the_extension
+    return played, test_image_equals_the_one_without_the_extension

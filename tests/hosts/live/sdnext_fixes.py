@@ -17,7 +17,7 @@ from modules.control.units import detect, t2iadapter
 # T2I-Adapters are known by their names on the hub alone
 t2iadapter.all_models["tiny"] = (str(Path(paths.models_path) / "t2i-tiny"), {"use_safetensors": True})
 
-# FreeU stays out where its Fourier transform runs on the torch.device "cpu"; to the comparison a str is another
+# FreeU stays out if its Fourier transform runs on the torch.device "cpu"; to the comparison a str is another
 sd_hijack_freeu.get_fft_device = lambda: "cpu"
 
 # PAG asks about the class of the pipeline, and is answered about the class of that class

@@ -78,7 +78,7 @@ def flat(targets: list[Any]) -> list[int]:
     return [target[0] if isinstance(target, list) else target for target in targets]
 
 
-test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
+test_image_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 def test_the_round_shows_what_it_should(stock):

@@ -91,7 +91,7 @@ def started(data: Path) -> Callable[[str], Played]:
 
 
 @pytest.mark.parametrize("name", STARTS)
-def test_a_start_with_it_gives_the_pictures_without_the_extension(started, stock_half, name: str) -> None:
+def test_a_start_with_it_gives_the_images_without_the_extension(started, stock_half, name: str) -> None:
     played, stock = started(name), stock_half[STARTS[name][1]]
     for step in a1111.pictured(UPCAST):
         accelerated(played, step)
@@ -196,7 +196,7 @@ def played(data: Path, stock: dict[str, list[str]]) -> Iterator[Played]:
         yield Played(webui).round(SWITCHES, status=True)
 
 
-test_picture_is_the_one_without_the_extension = a1111.equal_to_stock(SWITCHES)
+test_image_is_the_one_without_the_extension = a1111.equal_to_stock(SWITCHES)
 
 
 @pytest.mark.parametrize("name", PICTURES)

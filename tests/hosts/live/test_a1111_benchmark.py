@@ -35,7 +35,7 @@ def measured(folder: Path, **more: object) -> list[dict]:
     return pictures.measure(argparse.Namespace(**{**TOLD, **more}), folder)["rows"]
 
 
-def test_pictures_are_made_in_turns_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_images_are_made_in_turns_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     flags, sizes = [FLAGS, f"{FLAGS} --opt-sdp-attention"], [(128, 128), (128, 64)]
     rows = measured(tmp_path, sizes=sizes, flags=flags)
     assert [(row["width"], row["height"], row["flags"]) for row in rows] == [
@@ -50,7 +50,7 @@ def test_pictures_are_made_in_turns_and_timed(tmp_path: Path, capsys: pytest.Cap
     assert "NO PLAN RAN" not in capsys.readouterr().out
 
 
-def test_pictures_of_each_kind_are_taken_apart(tmp_path: Path):
+def test_images_of_each_kind_are_taken_apart(tmp_path: Path):
     ways = ["stock", "unet", "extended"]
     kinds = ["hires", "img2img"]
     rows = measured(tmp_path, kinds=kinds, ways=ways, breakdown=1, pictures=2, batch=2, vae_plans_at_once=True)

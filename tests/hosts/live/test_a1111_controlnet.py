@@ -157,7 +157,7 @@ def networks(played: Played, name: str) -> list[dict[str, Any]]:
     return [a for a in played.reports[name]["accelerators"] if a["name"] == "controlnet"]
 
 
-test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
+test_image_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 def test_the_round_shows_what_it_should(stock):
@@ -211,7 +211,7 @@ def test_no_new_capture_for(played, name):
 
 
 @pytest.mark.parametrize("name", ["plain after the reference", "plain after IP-Adapter"])
-def test_a_plain_picture_makes_no_plans_for_blocks(played, name):
+def test_a_plain_image_makes_no_plans_for_blocks(played, name):
     assert played.gained(name, "captures") <= 1
 
 

@@ -58,7 +58,7 @@ def using(script: str, *args: Any, of: dict[str, Any] | None = None, **more: Any
 
 
 def freeu(*, version: str = "Version 2", stop: float = 1.0, **more: Any) -> dict[str, Any]:
-    """FreeU where the deepest blocks have 320 channels: its third stage."""
+    """FreeU if the deepest blocks have 320 channels: its third stage."""
     stages = [{}, {}, {"backbone_factor": 1.6, "skip_factor": 0.2}]
     return using("FreeU", {"stage_infos": stages, "version": version, "start_ratio": 0.0, "stop_ratio": stop}, **more)
 
@@ -167,11 +167,11 @@ for extension in HERE:
 OFF = [name for name in pictured(ROUND) if name not in WORDS]
 
 
-test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
+test_image_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_the_extension_changes_the_picture(stock, name):
+def test_the_extension_changes_the_image(stock, name):
     assert apart(stock[name][:1], stock[WITHOUT[name]][:1]) > 2 * TOLERANCE
 
 

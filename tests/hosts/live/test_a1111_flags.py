@@ -22,7 +22,7 @@ BYPASSED = {
 
 
 @pytest.mark.parametrize("flag", BYPASSED)
-def test_picture_under_a_flag_is_the_one_without_the_extension(data: Path, flag: str):
+def test_image_under_a_flag_is_the_one_without_the_extension(data: Path, flag: str):
     flags = f"{FLAGS} {flag}"
     lora = {**PLAIN, "prompt": PLAIN["prompt"] + " <lora:strong:1>"}
     steps = [

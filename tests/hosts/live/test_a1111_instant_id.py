@@ -169,7 +169,7 @@ SAME_PLANS = [
 ]
 
 
-test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
+test_image_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 def test_the_round_shows_what_it_should(stock):

@@ -38,7 +38,7 @@ def ended(webui: Any) -> dict[str, Any]:
     raise AssertionError(job)
 
 
-def test_the_answer_says_whether_a_picture_was_accelerated(webui):
+def test_the_answer_says_whether_an_image_was_accelerated(webui):
     assert said(webui.first)["state"] == "accelerated" and said(webui.first)["prepared"] == 1
     assert "Stable Fast" not in json.loads(webui.first["info"])["infotexts"][0]
     off = webui.post("/sdapi/v1/txt2img", {**PLAIN, "override_settings": {"sfast_enabled": False}})

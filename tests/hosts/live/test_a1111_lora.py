@@ -37,7 +37,7 @@ ROUND: Round = [
 NETWORKS = [name for name in pictured(ROUND) if name not in ("plain", "hires")]
 
 
-test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
+test_image_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 @pytest.mark.parametrize("name", pictured(ROUND))
@@ -52,6 +52,6 @@ def test_no_new_capture_for(played, name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_network_changes_the_picture(stock, kind):
+def test_the_network_changes_the_image(stock, kind):
     assert apart(stock[f"{kind} 1"], stock["plain"]) > 2 * TOLERANCE
     assert apart(stock[f"{kind} 1"], stock[f"{kind} -0.4"]) > 2 * TOLERANCE

@@ -161,7 +161,7 @@ SAME_PLANS = [
 ]
 
 
-test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
+test_image_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 @pytest.mark.parametrize("name", pictured(ROUND))

@@ -205,11 +205,11 @@ for each in NAMES:
     ]
 
 
-test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
+test_image_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_patch_changes_the_picture(stock, name):
+def test_the_patch_changes_the_image(stock, name):
     assert apart(stock[name], stock["plain"]) > 2 * TOLERANCE
     assert apart(stock[f"{name} gone"], stock["plain"]) < TOLERANCE
 

@@ -116,7 +116,7 @@ SAME_PLANS = [
 ]
 
 
-test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
+test_image_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 @pytest.mark.parametrize("name", [name for name in pictured(ROUND) if name not in BYPASSED])
@@ -185,7 +185,7 @@ def while_sampling(played, payload: dict[str, Any], action) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["interrupt", "skip"])
-def test_after_an_interruption_the_next_picture_is_right(played, stock, how):
+def test_after_an_interruption_the_next_image_is_right(played, stock, how):
     before = played.webui.get("/sfast/v1/status")
     many = {**PLAIN, "steps": 150}
     while_sampling(played, many, lambda: played.webui.post(f"/sdapi/v1/{how}", {}))
@@ -194,7 +194,7 @@ def test_after_an_interruption_the_next_picture_is_right(played, stock, how):
     rightly_plain(played, stock)
 
 
-def test_two_requests_at_once_give_both_pictures(played, stock):
+def test_two_requests_at_once_give_both_images(played, stock):
     with ThreadPoolExecutor(3) as pool:
         wanted = ["plain", "136 by 200", "plain at the end"]
         payloads = [PLAIN, {**PLAIN, "width": 136, "height": 200}, PLAIN]

@@ -59,11 +59,11 @@ DECODED_BY_PLANS = [
     "VAE for one gone", "seamless 3", "not seamless", "same architecture", "back", "sdp 3", "Doggettx 3",
 ]  # fmt: skip
 
-test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
+test_image_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 @pytest.mark.parametrize("name", DECODED_BY_PLANS)
-def test_the_picture_was_decoded_by_a_plan(played: Played, name: str) -> None:
+def test_the_image_was_decoded_by_a_plan(played: Played, name: str) -> None:
     report = played.reports[name]
     assert played.gained(name, "vae_eager_runs") > 0, report["events"][-6:]
     assert report["last_error"] is None
@@ -83,7 +83,7 @@ def test_nothing_was_bypassed(played: Played) -> None:
     assert not any(count(report, "vae_fallbacks") for report in played.reports.values())
 
 
-def test_the_round_tells_its_pictures_apart(stock: dict[str, list[str]]) -> None:
+def test_the_round_tells_its_images_apart(stock: dict[str, list[str]]) -> None:
     for one, other in (("another VAE", "plain 1"), ("seamless 1", "plain 1"), ("same architecture", "plain 1")):
         assert apart(stock[one], stock[other]) > 3 * TOLERANCE, (one, other)
 

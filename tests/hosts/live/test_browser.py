@@ -23,7 +23,7 @@ def test_the_page_opens_with_a_badge(page: Page) -> None:
     assert page.page.locator(page.own_badge).first.bounding_box()["width"] > 100
 
 
-def test_the_first_picture_shows_its_stages_and_the_second_its_pace(page: Page) -> None:
+def test_the_first_image_shows_its_stages_and_the_second_its_pace(page: Page) -> None:
     said = page.generate()
     page.picture("first image")
     assert any(text.startswith("preparing ") for text in said), said
@@ -263,7 +263,7 @@ def to_scripts(page: Page, there: bool) -> None:
         page.click("#txt2img_scripts" if there else "#txt2img_prompts")
 
 
-def test_after_the_ui_is_reloaded_pictures_are_accelerated_again(page: Page) -> None:
+def test_after_the_ui_is_reloaded_images_are_accelerated_again(page: Page) -> None:
     # SD.Next ends its process, and starts another
     reload = "#restart_submit" if page.theme else "#settings_restart_gradio"
     if page.page.query_selector(reload) is None:

@@ -121,7 +121,7 @@ def test_without_a_gpu_it_is_tried_on_the_cpu(user: User) -> None:
     assert user.page.generate()[-1].endswith("it/s")
 
 
-def test_why_a_picture_with_a_hypernetwork_is_not_faster(user: User) -> None:
+def test_why_an_image_with_a_hypernetwork_is_not_faster(user: User) -> None:
     said = user.page.generate("a dog <hypernet:hyper:1>")
     assert said[-1].startswith("original: a hypernetwork is active: hyper"), said
     assert "remove it from the prompt" in user.details()

@@ -23,7 +23,7 @@ KINDS = ["txt2img", "hires", "img2img"]
         pytest.param("forge-classic", forge.CLASSIC, marks=forge.CLASSIC.marks),
     ],
 )
-def test_pictures_of_each_kind_are_timed_and_taken_apart(host: str, program: forge.Program, tmp_path: Path):
+def test_images_of_each_kind_are_timed_and_taken_apart(host: str, program: forge.Program, tmp_path: Path):
     said = {**TOLD, "host": host, "kinds": KINDS, "flags": [program.flags], "breakdown": 1, "pictures": 1}
     rows = pictures.measure(argparse.Namespace(**said | {"sizes": [(64, 64)]}), tmp_path)["rows"]
     assert [row["kind"] for row in rows] == KINDS

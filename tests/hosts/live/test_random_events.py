@@ -32,7 +32,7 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-def test_pictures_are_the_same_and_plans_are_few_and_come_again(played):
+def test_images_are_the_same_and_plans_are_few_and_come_again(played):
     assert not played.faults
 
 
@@ -43,7 +43,7 @@ def test_plans_ran_beside_patches(played):
     assert result["reasons"]
 
 
-def test_each_patch_changes_the_picture(played):
+def test_each_patch_changes_the_image(played):
     alone = played.plans[0]
     plain = played.stock[alone.seed, 0]
     shown: dict[str, float] = {}

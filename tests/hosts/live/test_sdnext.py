@@ -57,10 +57,10 @@ ROUND: list[sdnext.Step] = [
 PICTURES = sdnext.pictured(ROUND)
 
 
-played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND)
+played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND)
 
 
-def test_the_round_tells_its_pictures_apart(played: Played) -> None:
+def test_the_round_tells_its_images_apart(played: Played) -> None:
     for name in ("another seed", "lora 1", "lora 0.5", "another checkpoint"):
         assert played.apart(name, "txt2img") > 2 * TOLERANCE, name
     assert played.apart("lora gone", "txt2img") == 0

@@ -64,7 +64,7 @@ PICTURES = sdnext.pictured(ROUND)
 REFERENCES = [name for name in PICTURES if name.startswith("reference")]
 NOT_ALIKE = "slices of tokens"
 
-played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND)
+played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND)
 
 
 def reference(played: Played, name: str) -> dict[str, Any]:
@@ -95,5 +95,5 @@ def test_another_method_or_size_is_captured_anew(played: Played, name: str) -> N
 
 
 @pytest.mark.parametrize("name", [name for name in PICTURES if name.endswith(", again")])
-def test_the_next_picture_needs_no_capture(played: Played, name: str) -> None:
+def test_the_next_image_needs_no_capture(played: Played, name: str) -> None:
     assert played.gained(name, "captures") == 0

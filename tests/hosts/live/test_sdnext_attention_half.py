@@ -52,7 +52,7 @@ ROUND: list[Step] = [
 ]
 PICTURES = sdnext.pictured(ROUND)
 
-played, test_picture_equals_the_one_without_the_extension = sdnext.playing(
+played, test_image_equals_the_one_without_the_extension = sdnext.playing(
     ROUND, {"cuda_dtype": "BF16"}, TOLERANCE, prepare=prepare, flags="--use-xformers", packages=XFORMERS
 )
 

@@ -14,7 +14,7 @@ pytestmark = MARKS
 SAID = {**TOLD, "host": "sdnext", "kinds": ["txt2img", "hires", "img2img"], "flags": [""], "breakdown": 1}
 
 
-def test_pictures_of_each_kind_are_timed_and_taken_apart(tmp_path: Path):
+def test_images_of_each_kind_are_timed_and_taken_apart(tmp_path: Path):
     rows = pictures.measure(argparse.Namespace(**{**SAID, "pictures": 1}), tmp_path)["rows"]
     assert [row["kind"] for row in rows] == SAID["kinds"]
     for row in rows:

@@ -54,7 +54,7 @@ ROUND: list[sdnext.Step] = [
 PICTURES = sdnext.pictured(ROUND)
 
 
-played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND)
+played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND)
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -92,5 +92,5 @@ def test_plans_go_on_without_a_new_capture(played: Played, name: str) -> None:
         ("IP-Adapter, part of the steps", "IP-Adapter"),
     ],
 )
-def test_units_and_their_strengths_change_the_picture(played: Played, name: str, other: str) -> None:
+def test_units_and_their_strengths_change_the_image(played: Played, name: str, other: str) -> None:
     assert played.apart(name, other) > 2 * sdnext.TOLERANCE

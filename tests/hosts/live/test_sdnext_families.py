@@ -55,7 +55,7 @@ KEPT = [
     "tiny-pix2pix, another seed", "tiny-pix2pix, less guidance",
 ]  # fmt: skip
 
-played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND)
+played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND
         ("tiny-pix2pix, another seed", "tiny-pix2pix"),
     ],
 )
-def test_each_step_makes_another_picture(played: Played, name: str, other: str) -> None:
+def test_each_step_makes_another_image(played: Played, name: str, other: str) -> None:
     assert played.apart(name, other) > 2 * TOLERANCE
 
 

@@ -44,11 +44,11 @@ BY_PEFT = ["PEFT", "PEFT, another weight", "PEFT, gone"]
 NEW_PLANS = ["plain", "batch", "hires fix", "plain after PEFT"]
 
 
-played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND, SETTINGS)
+played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND, SETTINGS)
 
 
 @pytest.mark.parametrize("name", [*KINDS, "text model alone", "negative weight", "PEFT"])
-def test_each_network_changes_the_picture(played: Played, name: str) -> None:
+def test_each_network_changes_the_image(played: Played, name: str) -> None:
     assert played.apart(name, "plain") > 2 * TOLERANCE
 
 

@@ -139,17 +139,17 @@ KEPT = ["tiny-b", "tiny-b, LoRA", "tiny-a again", "checkpoint of one request", "
 OFF = "switched on meanwhile"
 
 
-played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND, SETTINGS)
+played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND, SETTINGS)
 
 
 @pytest.mark.parametrize(
     "name", ["tiny-b", "another architecture", "checkpoint of one request", "another VAE", "another UNet", "refined"]
 )
-def test_each_model_makes_another_picture(played: Played, name: str) -> None:
+def test_each_model_makes_another_image(played: Played, name: str) -> None:
     assert played.apart(name, "plain") > 2 * TOLERANCE
 
 
-def test_the_refiner_changes_the_picture(played: Played) -> None:
+def test_the_refiner_changes_the_image(played: Played) -> None:
     assert played.apart("refined", "refiner unloaded") > 2 * TOLERANCE
 
 
@@ -170,7 +170,7 @@ def test_plans_go_on_without_a_new_capture(played: Played, name: str) -> None:
     assert played.gained(name, "captures") == 0
 
 
-def test_switching_off_takes_effect_with_the_next_picture(played: Played) -> None:
+def test_switching_off_takes_effect_with_the_next_image(played: Played) -> None:
     assert played.ran("switched off meanwhile") == LONG["steps"]
     assert played.ran(OFF) == 0 and not played.reasons(OFF)
     assert played.ran("plain at last") > 0

@@ -67,15 +67,15 @@ BYPASSED = {
 }
 
 
-played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND)
+played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND)
 
 
 @pytest.mark.parametrize("name", ["FreeU", "FreeU, other factors", "PAG", "ToMe", "HiDiffusion"])
-def test_each_modifier_changes_the_picture(played: Played, name: str) -> None:
+def test_each_modifier_changes_the_image(played: Played, name: str) -> None:
     assert played.apart(name, "plain") > 2 * TOLERANCE
 
 
-def test_hypertile_changes_a_large_picture(played: Played) -> None:
+def test_hypertile_changes_a_large_image(played: Played) -> None:
     assert played.apart("HyperTile", "large") > TOLERANCE
 
 

@@ -42,11 +42,11 @@ ROUND: list[sdnext.Step] = [
 PICTURES = sdnext.pictured(ROUND)
 
 
-played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND)
+played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND)
 
 
 @pytest.mark.parametrize("kind", PATCHES)
-def test_each_patch_changes_the_picture(played: Played, kind: str) -> None:
+def test_each_patch_changes_the_image(played: Played, kind: str) -> None:
     assert played.apart(kind, "plain") > 2 * TOLERANCE
 
 

@@ -127,7 +127,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_picture_equals_the_one_without_the_extension(played: Played, name: str) -> None:
+def test_image_equals_the_one_without_the_extension(played: Played, name: str) -> None:
     played.equal(name)
 
 
@@ -175,5 +175,5 @@ def test_before_a_unit_and_on_a_model_loaded_anew_plans_run(played: Played, name
         ("attention on tiny-b", "plain on tiny-b"),
     ],
 )
-def test_units_and_their_settings_change_the_picture(played: Played, name: str, other: str) -> None:
+def test_units_and_their_settings_change_the_image(played: Played, name: str, other: str) -> None:
     assert played.apart(name, other) > 2 * TOLERANCE

@@ -63,16 +63,16 @@ TELLING = [
 ]  # fmt: skip
 
 
-played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND)
+played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND)
 
 
 @pytest.mark.parametrize("name", TELLING)
-def test_each_request_changes_the_picture(played: Played, name: str) -> None:
+def test_each_request_changes_the_image(played: Played, name: str) -> None:
     assert played.apart(name, "plain") > 2 * TOLERANCE
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_each_sampler_makes_another_picture(played: Played, sampler: str) -> None:
+def test_each_sampler_makes_another_image(played: Played, sampler: str) -> None:
     assert played.apart(f"sampled by {sampler}", "tiny-narrow") > 2 * TOLERANCE
 
 

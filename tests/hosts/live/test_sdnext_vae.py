@@ -42,11 +42,11 @@ ROUND: list[Step] = [
 ]
 DECODED_BY_PLANS = ["plain 3", "img2img 1", "hires 3", "tiny-a 3", "whole 3", "no offload 3"]
 
-played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND)
+played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND)
 
 
 @pytest.mark.parametrize("name", DECODED_BY_PLANS)
-def test_the_picture_was_decoded_by_a_plan(played: Played, name: str) -> None:
+def test_the_image_was_decoded_by_a_plan(played: Played, name: str) -> None:
     assert played.gained(name, "vae_eager_runs") > 0, played.reports[name]["events"][-6:]
     assert played.reports[name]["last_error"] is None
 

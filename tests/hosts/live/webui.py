@@ -65,7 +65,7 @@ class WebUI:
         port, self._taken = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        # a tiny model gains nothing from threads, and loses much where other work shares the cores
+        # a tiny model gains nothing from threads, and loses much if other work shares the cores
         env.setdefault("OMP_NUM_THREADS", "1")
         # the WebUI's interpreter has packages of its own
         env.pop("PYTHONPATH", None)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -30,20 +31,34 @@ CALLBACKS = (
 LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 
 
-def make_unet(seed: int, channels: int = 32) -> nn.Module:
+LEVELS: dict[int, dict[str, list[int]]] = {
+    1: {"channel_mult": [1], "attention_resolutions": []},
+    2: {"channel_mult": [1, 2], "attention_resolutions": [2]},
+}
+"""Of two levels one has attention and one has none; of one level only the middle block has it."""
+by_default = 1
+
+
+def two_levels(patch: pytest.MonkeyPatch) -> None:
+    """Within a test models have two levels: most of their weights are where activations are small, as in a real one."""
+    patch.setattr(sys.modules[__name__], "by_default", 2)
+
+
+
+def make_unet(seed: int, channels: int = 32, levels: int | None = None) -> nn.Module:
     """ldm's UNet in SD 1.5's shape, tiny, none of its weights zero."""
-    return models.copied(_made(seed, channels))
+    return models.copied(_made(seed, channels, levels or by_default))
 
 
 @functools.lru_cache(maxsize=None)
-def _made(seed: int, channels: int) -> nn.Module:
-    unet = models.copied(_shaped(channels))
+def _made(seed: int, channels: int, levels: int) -> nn.Module:
+    unet = models.copied(_shaped(channels, levels))
     unet.load_state_dict(weights(unet, seed))
     return unet.eval().requires_grad_(False)
 
 
 @functools.lru_cache(maxsize=None)
-def _shaped(channels: int) -> nn.Module:
+def _shaped(channels: int, levels: int) -> nn.Module:
     from ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     return UNetModel(
@@ -51,15 +66,14 @@ def _shaped(channels: int) -> nn.Module:
         in_channels=4,
         out_channels=4,
         model_channels=channels,
-        attention_resolutions=[2],  # one level has attention, one has none
         num_res_blocks=1,
-        channel_mult=[1, 2],
         num_heads=4,
         use_spatial_transformer=True,
         transformer_depth=1,
         context_dim=CONTEXT,
         use_checkpoint=False,
         legacy=False,
+        **LEVELS[levels],
     )
 
 
@@ -281,6 +295,7 @@ class Host:
         medvram: bool = False,
         blocks: bool = False,
         vae: nn.Module | None = None,
+        levels: int | None = None,
     ) -> Any:
         """Another configuration: a new model; those over the limit go to the meta device first.
 
@@ -297,7 +312,7 @@ class Host:
             lowvram=False,
             sd_checkpoint_info=SimpleNamespace(title=f"seed {seed}"),
         )
-        model.model.diffusion_model = make_unet(seed, channels).to("cpu" if medvram else self.place)
+        model.model.diffusion_model = make_unet(seed, channels, levels).to("cpu" if medvram else self.place)
         if medvram:
             unet, vae = model.model.diffusion_model, model.first_stage_model.to("cpu")
             model.lowvram = True

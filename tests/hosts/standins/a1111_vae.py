@@ -55,7 +55,7 @@ def _made() -> nn.Module:
 
 @torch.no_grad()
 def decode(sd_model: Any, latents: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The WebUI's decode_latent_batch: one by one, and once more in bfloat16 where nothing but NaN came."""
+    """The WebUI's decode_latent_batch: one by one, and once more in bfloat16 if nothing but NaN came."""
     vae = sd_model.first_stage_model
     found = torch.cat([vae.decode(latent.to(vae.dtype)) for latent in latents.split(1)])
     if torch.isnan(found).all() and vae.dtype == torch.float16:

@@ -22,10 +22,11 @@ from ldm.modules.diffusionmodules.openaimodel import UNetModel
 from ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import nn
 
-from hosts.standins import forge_secondary
+from hosts.standins import a1111, forge_secondary
 from hosts.standins.a1111 import (
     CALLBACKS,
     CONTEXT,
+    LEVELS,
     Denoiser,
     OptionInfo,
     Options,
@@ -105,7 +106,9 @@ class Flux(nn.Module):
 
 
 @functools.lru_cache(maxsize=None)
-def made(channels: int, kind: type[nn.Module], linear: type[nn.Linear], conv2d: type[nn.Conv2d]) -> nn.Module:
+def made(
+    channels: int, kind: type[nn.Module], linear: type[nn.Linear], conv2d: type[nn.Conv2d], levels: int
+) -> nn.Module:
     """A tiny UNet of that class, with these layers; its weights are torch's."""
     with mock.patch.object(nn, "Linear", linear), mock.patch.object(nn, "Conv2d", conv2d):
         return kind(
@@ -113,21 +116,20 @@ def made(channels: int, kind: type[nn.Module], linear: type[nn.Linear], conv2d: 
             in_channels=4,
             out_channels=4,
             model_channels=channels,
-            attention_resolutions=[2],  # one level has attention, one has none
             num_res_blocks=1,
-            channel_mult=[1, 2],
             num_heads=4,
             use_spatial_transformer=True,
             transformer_depth=1,
             context_dim=CONTEXT,
             use_checkpoint=False,
             legacy=False,
+            **LEVELS[levels],
         )
 
 
-def make_unet(seed: int, channels: int = 32) -> nn.Module:
+def make_unet(seed: int, channels: int = 32, levels: int | None = None) -> nn.Module:
     """A tiny UNet, none of its weights zero."""
-    unet = models.copied(made(channels, IntegratedUNet2DConditionModel, Linear, Conv2d))
+    unet = models.copied(made(channels, IntegratedUNet2DConditionModel, Linear, Conv2d, levels or a1111.by_default))
     unet.load_state_dict(weights(unet, seed))
     return unet.eval().requires_grad_(False)
 
@@ -194,7 +196,7 @@ class ModelPatcher:
                 layer.weight_function = [functools.partial(self._merged, key)]
                 continue
             weight = getattr(layer, name)
-            # where the model is in system memory, this is the parameter itself
+            # if the model is in system memory, this is the parameter itself
             self.backup[key] = weight.to(self.offload_device)
             setattr(layer, name, nn.Parameter(self._merged(key, weight.to(device_to)), requires_grad=False))
         for layer in self.model.modules():

@@ -71,7 +71,7 @@ class ModelPatcher:
         found = self.model.state_dict() if self.patches else {}
         for key, patches in self.patches.items():
             weight = found[key]
-            # where the model is in system memory, this is the weight itself
+            # if the model is in system memory, this is the weight itself
             self.backup.setdefault(key, weight.to(self.offload_device))
             merged = weight.to(device_to, copy=True)
             for name, strength in patches:

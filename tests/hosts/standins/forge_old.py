@@ -98,7 +98,7 @@ class LoraLoader:
                 self.online_backup.append(layer)
                 continue
             weight = self.model.get_parameter(key)
-            # where the model is in system memory, this is the parameter itself
+            # if the model is in system memory, this is the parameter itself
             self.backup[key] = weight.to(device=offload_device)
             self._set(key, nn.Parameter(merged(key, each, weight), requires_grad=False))
         self._to(places)

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from hosts.standins import forge, forge_secondary
+from hosts.standins import a1111, forge, forge_secondary
 from hosts.standins.a1111 import _module, weights
 from sfast_ext.tools.lib import models
 
@@ -64,9 +64,9 @@ class Host(forge.Host):
         """What the UNet may have of the GPU's memory; below 0 all of it."""
 
     @classmethod
-    def make_unet(cls, seed: int, channels: int = 32) -> nn.Module:
+    def make_unet(cls, seed: int, channels: int = 32, levels: int | None = None) -> nn.Module:
         """A tiny UNet, none of its weights zero."""
-        unet = models.copied(forge.made(channels, cls.KIND, cls.LINEAR, cls.CONV2D))
+        unet = models.copied(forge.made(channels, cls.KIND, cls.LINEAR, cls.CONV2D, levels or a1111.by_default))
         unet.load_state_dict(weights(unet, seed))
         return unet.eval().requires_grad_(False)
 

@@ -57,7 +57,7 @@ class BaseModel(forge.KModel):
 
 
 class ModelPatcher:
-    """Patches of weights for a model: merged where the weight goes to the GPU, else computed in each call."""
+    """Patches of weights for a model: merged if the weight goes to the GPU, else computed in each call."""
 
     # not inherited: a test takes methods away
     __init__ = forge.ModelPatcher.__init__  # type: ignore[assignment]
@@ -88,7 +88,7 @@ class ModelPatcher:
             kept += size
             self._wipe(layer)
             if key in self.patches and key not in self.backup:
-                # where the model is in system memory, this is the parameter itself
+                # if the model is in system memory, this is the parameter itself
                 self.backup[key] = layer.weight.to(self.offload_device)  # type: ignore[attr-defined]
                 weight = self._merged(key, layer.weight.to(device_to))  # type: ignore[attr-defined]
                 layer.weight = nn.Parameter(weight, requires_grad=False)  # type: ignore[attr-defined]

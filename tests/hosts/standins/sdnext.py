@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from sfast_ext.tools.lib import models
+
 diffusers = pytest.importorskip("diffusers")
 hooks = pytest.importorskip("accelerate.hooks")
 
@@ -23,22 +26,36 @@ STANDINS = {"july": HERE / "sdnext_root", "august": HERE / "sdnext_august"}
 """SD.Next of July 2026, and of August: its offload is in several modules."""
 
 
-def tiny_unet(seed: int = 0) -> Any:
+LEVELS: dict[int, dict[str, Any]] = {
+    1: {"block_out_channels": (16,), "down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)},
+    2: {
+        "block_out_channels": (16, 32),
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    },
+}
+"""Of two levels one has attention and one has none; of one level only the middle block has it."""
+
+
+def tiny_unet(seed: int = 0, levels: int = 2) -> Any:
+    return models.copied(_tiny_unet(seed, levels))
+
+
+@functools.lru_cache(maxsize=None)
+def _tiny_unet(seed: int, levels: int) -> Any:
     torch.manual_seed(seed)
     return diffusers.UNet2DConditionModel(
+        **LEVELS[levels],
         sample_size=8,
-        block_out_channels=(16, 32),
         layers_per_block=1,
         norm_num_groups=4,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=16,
         attention_head_dim=8,
     ).eval()
 
 
-def pipeline(seed: int = 0) -> Any:
-    return SimpleNamespace(unet=tiny_unet(seed), sd_checkpoint_info=SimpleNamespace(name=f"tiny-{seed}"))
+def pipeline(seed: int = 0, levels: int = 2) -> Any:
+    return SimpleNamespace(unet=tiny_unet(seed, levels), sd_checkpoint_info=SimpleNamespace(name=f"tiny-{seed}"))
 
 
 def network(unet: Any) -> dict[str, torch.Tensor]:

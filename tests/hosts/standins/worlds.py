@@ -22,7 +22,7 @@ STEPS = 2
 
 @dataclass
 class World:
-    """A host in this process, without the extension.
+    """A host in this process, without the extension, with a model of one level.
 
     Args:
         load: loads the model, with the host's events.
@@ -98,7 +98,7 @@ def _sdnext() -> Iterator[World]:
         importlib.import_module("modules.generation_parameters_copypaste")
         importlib.import_module("installer")
         host.shared.opts.sfast_allow_cpu = True
-        pipe = standin.pipeline(1)
+        pipe = standin.pipeline(1, levels=1)
         yield World(
             lambda: host.sd_models.load_model(pipe),
             lambda: pipe.unet,

@@ -58,7 +58,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_the_fastest_computes_it(monkeypatch, asked, name, last):
     quick(monkeypatch, name)
     fastest(MANY)
-    assert asked == [True]  # what is expected where nothing was measured
+    assert asked == [True]  # what is expected if nothing was measured
     with choices.measuring(1.0):
         fastest(MANY)
     asked.clear()

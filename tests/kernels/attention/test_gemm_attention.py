@@ -105,7 +105,7 @@ def test_what_was_measured_is_chosen(launches: list[Any], monkeypatch: pytest.Mo
     assert not launches
 
 
-def test_torchs_backends_are_not_measured_where_all_but_one_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_backends_are_not_measured_if_all_but_one_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_PREFERENCE", (None, dict.fromkeys(["cudnn", "flash", "efficient"], [])))
     q, k, v = heads(VAE, torch.float32, CPU)
     assert not attention._backends(Operands(q, k, v))

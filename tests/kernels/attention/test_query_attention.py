@@ -67,7 +67,7 @@ def alike(y, args, scale=None):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """By the kernel where it would not pay; a failure where the attention runs that it stands for."""
+    """By the kernel, also if it would not pay; a failure if the attention runs that it stands for."""
     monkeypatch.setattr(kernel, "profitable", lambda images, rows, keys, depth, device: kernel._fits(keys, depth))
     monkeypatch.setattr(attention, "launch", None)
 

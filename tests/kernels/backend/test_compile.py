@@ -110,7 +110,7 @@ def _ptx(kernel, constants, operands, capability):
 
 
 def _words(name):
-    """Of an access: half of what it could be where blocks of groups are multiples of 4 channels, not of 8, and where
+    """Of an access: half of what it could be if blocks of groups are multiples of 4 channels, not of 8, and if
     tiles are small so that more of what lies beside a pixel is still in a cache."""
     return 2 if "UNIT" in KERNELS[name][1] or name == "upsample_conv2d" else 4
 

@@ -1,4 +1,4 @@
-"""Kernels for Hopper where there is no Triton: chosen there, on no other card and in no other precision, and right."""
+"""Kernels for Hopper if there is no Triton: chosen there, on no other card and in no other precision, and right."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_not_without_nvrtc(no_triton: None, case: Case, monkeypatch: pytest.Monk
 
 
 @each_case
-def test_plans_have_it_where_it_is_chosen(bound: None, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_have_it_if_it_is_chosen(bound: None, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def served(capability: int) -> bool:
         with launches._card(capability):
             return case.kernel.launch.supported(GPU, triton=False)

@@ -112,7 +112,7 @@ def test_what_reads_nothing_early_may_begin_so_anywhere(driver):
     assert driver.launched == ["early"]
 
 
-def test_in_turn_outside_of_captures_and_where_nothing_is_told(monkeypatch, driver):
+def test_in_turn_outside_of_captures_and_if_nothing_is_told(monkeypatch, driver):
     source()[7,](X, WEIGHT)
     with pdl.pdl_capture([]):
         source()[7,](X, WEIGHT)

@@ -101,7 +101,7 @@ def vector(width):
 
 
 def norms():
-    """A chain of all norms and what is between them, on pictures of three sizes; its last results."""
+    """A chain of all norms and what is between them, on images of three sizes; its last results."""
     scale, term, bias = vector(640), vector(640), vector(640)
     wide, wider = vector(1280), vector(1280)
 

@@ -70,7 +70,7 @@ def test_a_node_without_metadata_is_left_out():
     assert [launch.kernel for launch in precompile.launches(graph).values()] == [layer_norm.layer_norm_kernel]
 
 
-def test_nothing_is_launched_or_kept_where_launches_are_collected():
+def test_nothing_is_launched_or_kept_if_launches_are_collected():
     x = torch.empty(4, 16, device="meta")
     with triton_runtime.dry_run() as collected:
         layer_norm.launch(x, None, None, 1e-5)
@@ -273,7 +273,7 @@ def test_triton_hashes_itself_beside_the_model_load(monkeypatch):
     ("available", "runs", "card", "loaded"),
     [(False, False, 8, 1), (True, False, 8, 1), (True, True, 8, 0), (True, True, 9, 1)],
 )
-def test_nvrtc_is_loaded_beside_the_model_load_where_its_kernels_will_run(monkeypatch, available, runs, card, loaded):
+def test_nvrtc_is_loaded_beside_the_model_load_if_its_kernels_will_run(monkeypatch, available, runs, card, loaded):
     calls = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(triton_runtime, "AVAILABLE", available)

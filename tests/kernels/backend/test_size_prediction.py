@@ -1,4 +1,4 @@
-"""What further sizes of picture may ask for is compiled ahead too; stand-ins of NVRTC and a driver are enough."""
+"""What further sizes of image may ask for is compiled ahead too; stand-ins of NVRTC and a driver are enough."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def unet(side):
-    """Parts of one, for two pictures of 16 side by 16 side pixels."""
+    """Parts of one, for two images of 16 side by 16 side pixels."""
     return graph_of(
         (conv2d.launch, (2, 1280, side, side), (1280, 1280, 3, 3)),
         (conv2d.launch, (2, 640, 2 * side, 2 * side), (640, 640, 3, 3)),

@@ -1,4 +1,4 @@
-"""Kernels of Triton that other sizes of picture launch are compiled ahead; a stand-in of its compiler is enough."""
+"""Kernels of Triton that other sizes of image launch are compiled ahead; a stand-in of its compiler is enough."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def keys(graph):
 
 
 def scaled(x, latent, other, weight=False):
-    """What a call with `x` for a latent, among pictures of all levels, has in its place for another."""
+    """What a call with `x` for a latent, among images of all levels, has in its place for another."""
     shapes = [
         size_prediction._value(torch.empty(2, 8, *size, device="meta")) for size in size_prediction._levels(latent)
     ]
@@ -144,7 +144,7 @@ def test_an_operand_is_what_it_would_be_at_the_other_size(name, latent, other):
     assert scaled(operand(*latent), latent, other) == size_prediction._value(operand(*other))
 
 
-def test_heads_as_large_as_a_latent_are_no_picture():
+def test_heads_as_large_as_a_latent_are_no_image():
     def heads(pixels):  # of Stable Diffusion 2.1's lowest level
         return empty(2, pixels, 20 * 64).view(2, pixels, 20, 64).transpose(1, 2)
 
@@ -152,13 +152,13 @@ def test_heads_as_large_as_a_latent_are_no_picture():
     assert scaled(heads(8 * 8), (64, 64), (96, 72)) == size_prediction._value(heads(12 * 9))
 
 
-def test_a_weight_as_large_as_a_picture_stays():
+def test_a_weight_as_large_as_an_image_stays():
     weight = empty(1280, 1280, 3, 3)
     assert scaled(weight, (24, 24), (32, 32), weight=True) == size_prediction._value(weight, True)
     assert scaled(weight, (24, 24), (32, 32)).size == (1280, 1280, 4, 4)
 
 
-def test_levels_are_only_those_that_pictures_have():
+def test_levels_are_only_those_that_images_have():
     few = size_prediction._value(empty(2, 8, 16, 40))  # as an image prompt has
     picture, low = size_prediction._value(empty(2, 4, 64, 64)), size_prediction._value(empty(2, 4, 4, 4))
     for given, length in (((picture,), 16), ((picture, low), 36)):
@@ -187,7 +187,7 @@ def test_further_sizes_are_those_that_webuis_offer(latent):
     assert all(n % 8 == 0 and n > 0 for size in found for n in size)
 
 
-def test_the_latent_is_the_largest_picture_that_goes_in():
+def test_the_latent_is_the_largest_image_that_goes_in():
     graph = graph_of((torch.neg, (2, 77, 768)), (torch.neg, (2, 4, 65, 113)), (torch.neg, (2, 320, 33, 57)))
     assert size_prediction.latent(graph) == (65, 113)
     assert size_prediction.latent(graph_of((torch.neg, (2, 4096, 320)))) is None

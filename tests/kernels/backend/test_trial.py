@@ -141,7 +141,7 @@ def test_what_triton_is_not_to_blame_for_is_left_to_its_kernels(stand_in, exc):
     assert refusal(GPU) is None
 
 
-def test_it_is_tried_again_where_python_gave_up_parsing(stand_in):
+def test_it_is_tried_again_if_python_gave_up_parsing(stand_in):
     disturbance = RuntimeError("at 1:1")
     disturbance.__cause__ = SystemError("AST constructor recursion depth mismatch")
     stand_in.raises = [disturbance, no_compiler()]
@@ -244,7 +244,7 @@ def said(pair):
     return [event["message"] for event in pair.acc.report.as_dict()["events"] if event["stage"] == "kernels"]
 
 
-def test_plans_are_made_without_triton_where_nothing_compiles(stand_in, pair):
+def test_plans_are_made_without_triton_if_nothing_compiles(stand_in, pair):
     stand_in.raises = [no_compiler()]
     pair.same(2)
     pair.same(2, batch=3)
@@ -254,7 +254,7 @@ def test_plans_are_made_without_triton_where_nothing_compiles(stand_in, pair):
     assert "C compiler" in sentence and sentence.endswith(".")
 
 
-def test_plans_are_made_with_triton_where_it_compiles(stand_in, pair):
+def test_plans_are_made_with_triton_if_it_compiles(stand_in, pair):
     pair.same(2)
     assert pair.allowed == [True] and pair.runs == 1, pair.words()
     assert not [sentence for sentence in said(pair) if "Triton" in sentence]

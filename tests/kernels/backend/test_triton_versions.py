@@ -71,7 +71,7 @@ def test_bfloat16_alone_is_refused_on_turing(card):
 
 @pytest.mark.parametrize("version", [(2, 1), (2, 3), (3, 0), (3, 7)])
 @pytest.mark.parametrize("compiler", [True, False])
-def test_an_old_one_gives_way_to_cuda_where_that_compiles(card, version, compiler, monkeypatch):
+def test_an_old_one_gives_way_to_cuda_if_that_compiles(card, version, compiler, monkeypatch):
     card(version, AMPERE)
     monkeypatch.setattr(nvrtc, "targets", lambda: ("12.1", (86,)) if compiler else None)
     monkeypatch.setattr(nvrtc, "unsupported", lambda device: None if compiler else "no NVRTC")

@@ -296,7 +296,7 @@ needs_no_interpreter = pytest.mark.skipif(
 
 
 def asked_by(shape, dtype, groups):
-    """The constants of a launch, with statistics where there are groups; None where the kernel is not launched."""
+    """The constants of a launch, with statistics if there are groups; None if the kernel is not launched."""
     x, weight = picture(shape[:4], dtype), picture((shape[4], shape[1], 3, 3), dtype)
     with triton_runtime.dry_run(torch.device("cuda", 0)) as collected:
         if not groups:

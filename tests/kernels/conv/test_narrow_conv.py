@@ -53,15 +53,15 @@ def test_sizes(device, dtype, sizes, bias):
 
 
 @pytest.mark.parametrize("sizes", [(2, 4, 32, 6, 10), (2, 40, 4, 6, 10)], ids=str)
-def test_strided_pictures(device, sizes):
+def test_strided_images(device, sizes):
     x, weight, bias = operands(sizes, HALF, device)
     wide = torch.cat([x, x], 3)
     for picture in (wide[..., ::2], wide[..., 3:11], x.transpose(2, 3), x[1:], x.flip(0)[:, :, 1:]):
         right(picture, weight, bias)
 
 
-def test_zeros_around_and_nothing_of_the_next_picture(device):
-    """What lies beside a picture in memory is not beside it."""
+def test_zeros_around_and_nothing_of_the_next_image(device):
+    """What lies beside an image in memory is not beside it."""
     for channels, columns in ((4, 32), (32, 4)):
         x = torch.zeros(3, channels, 5, 4, dtype=HALF, device=device)
         x[1] = torch.inf

@@ -49,7 +49,7 @@ def test_of_a_sum(device, dtype):
         y = upsample.launch(x.to(memory_format=torch.channels_last), (14, 10), (0.5, 0.5), some)
         if device.type == "cuda" or dtype != torch.bfloat16:
             assert torch.equal(y, torchs(x + residual, (14, 10)))
-        else:  # where the interpreter cuts off instead of rounding
+        else:  # if the interpreter cuts off instead of rounding
             torch.testing.assert_close(y, torchs(x + residual, (14, 10)), rtol=2**-7, atol=0)
     other = residual.double()
     assert torch.equal(upsample.launch(x, (14, 10), (0.5, 0.5), other), torchs(x + other, (14, 10)))

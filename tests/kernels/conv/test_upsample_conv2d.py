@@ -45,15 +45,15 @@ def test_what_it_holds_beside_its_result():
     assert upsample_conv2d.workspace(x, weight, (1, 0)) == upsample_conv2d.tap_gemms(x, weight).nbytes
 
 
-def test_strided_pictures(device):
+def test_strided_images(device):
     x, weight = operands((2, 128, 128, 3, 4), HALF, device)
     wide = torch.cat([x, x], 3)
     for picture in (x.contiguous(), wide[..., ::2], wide[..., 3:6], x.transpose(2, 3), x[1:], x.flip(0)[:, :, 1:]):
         right(picture, weight)
 
 
-def test_zeros_around_and_nothing_of_the_next_picture(device):
-    """What lies beside a picture in memory is not beside it."""
+def test_zeros_around_and_nothing_of_the_next_image(device):
+    """What lies beside an image in memory is not beside it."""
     _, weight = operands((1, 128, 128, 3, 4), HALF, device)
     for cut in ((0, 0), (1, 1)):
         x = torch.zeros(3, 128, 3, 4, dtype=HALF, device=device).to(memory_format=torch.channels_last)
@@ -71,7 +71,7 @@ def test_products_may_be_larger_than_any_sum(device):
 
 
 def test_a_pixel_reaches_its_neighbours_alone(device):
-    """Each of the taps, by itself, as convolving the enlarged picture has it."""
+    """Each of the taps, by itself, as convolving the enlarged image has it."""
     x, _ = operands((1, 128, 128, 3, 4), HALF, device)
     for tap in range(9):
         weight = torch.zeros(128, 128, 9, dtype=HALF, device=device)

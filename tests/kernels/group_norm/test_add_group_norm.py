@@ -26,7 +26,7 @@ SHAPES = [
 ]
 
 
-# where an image is of one part, many parts are the same once more
+# if an image is of one part, many parts are the same once more
 @pytest.fixture(params=["whole", "parts", "none"])
 def path(request, monkeypatch):
     """One path; what it does not take is done by kernels one after the other."""

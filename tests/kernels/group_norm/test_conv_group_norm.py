@@ -60,7 +60,7 @@ def alike(results, args):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """A failure where the two kernels run that the one stands for."""
+    """A failure if the two kernels run that the one stands for."""
     monkeypatch.setattr(conv2d, "launch", None)
 
 

@@ -40,7 +40,7 @@ SHAPES = [
 PICTURES = [((2, 320, 8, 8), 8), ((1, 640, 5, 7), 8), ((2, 64, 1, 9), 8), ((1, 96, 12, 1), 8), ((2, 40, 16, 16), 8)]
 
 
-# where an image is of one part, many parts are the same once more
+# if an image is of one part, many parts are the same once more
 @pytest.fixture(params=["whole", "parts", "loop"])
 def path(request, monkeypatch):
     """One path; what it does not take goes to the loop."""
@@ -156,7 +156,7 @@ def test_outlier_at_the_first_pixel(device):
 
 @each_path
 def test_silu_far_out(device):
-    """Where exp(-y) overflows and where it is 0."""
+    """Where exp(-y) overflows, and where it is 0."""
     x = randn(1, 32, 5, 5, dtype=torch.float32, device=device)
     weight = torch.logspace(0, 6, 32).to(device)
     close(

@@ -21,7 +21,7 @@ def device(device):
 
 @pytest.fixture(autouse=True)
 def however_few_tiles(monkeypatch):
-    """By the kernel also where a product and another kernel would be faster."""
+    """By the kernel also if a product and another kernel would be faster."""
     monkeypatch.setattr(linear_geglu, "_MIN_SHARE", 0)
 
 

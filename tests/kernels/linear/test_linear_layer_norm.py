@@ -77,7 +77,7 @@ def case(size, dtype):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """A failure where the two kernels run that the one stands for."""
+    """A failure if the two kernels run that the one stands for."""
     monkeypatch.setattr(add_layer_norm, "launch", None)
     monkeypatch.setattr(layer_norm, "launch", None)
 

@@ -116,7 +116,7 @@ def apply_balanced_offload_to_module(module: Any, op: str = "apply", force: bool
 
 
 def apply_balanced_offload(pipe: Any, force: bool = False) -> None:
-    """At loading and at each job, where it goes on only when something changed."""
+    """At loading and at each job, in which it goes on only if something changed."""
     global offload_hook_instance
     if shared.opts.diffusers_offload_mode != "balanced" or pipe is None:
         return
