@@ -206,7 +206,7 @@ def test_tiles_fit_every_card(capability):
     assert len(shapes) >= 5
     for tile in shapes:
         assert mma_gemm.tile_of(mma_gemm8.constants(tile, torch.float16)) == tile
-        assert all(tile.resident * mma_tiles.shared_bytes(tile, pairs) <= held for pairs in (False, True))
+        assert all(tile.resident * mma8_tiles.shared_bytes(tile, pairs) <= held for pairs in (False, True))
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def test_mma_gemm8_compiles(monkeypatch, tmp_path, capability, number, kind, dty
         pytest.skip("values and gates need an even number of tiles of columns")
     given = mma_gemm8.constants(tile, dtype, mma_gemm.Epilogue(KINDS.index(kind)))
     architecture = f"sm_{capability[0]}{capability[1]}{'a' * (capability >= (9, 0))}"
-    # three registers of the largest tile, before the products
-    spilled = 12 if capability == (12, 0) and number == 0 else 0
+    # ten registers of the largest tile, before the products
+    spilled = 40 if capability == (12, 0) and number == 0 else 0
     registers, fixed = built("mma_gemm8", given, spilled, architecture)
     assert tile.resident * registers * tile.threads <= REGISTERS and fixed == 0
 
@@ -289,8 +289,13 @@ def test_what_it_does_not_take(device):
     assert told(x_scale=x_scale[:4]) and told(x_scale=x_scale[:, None]) and told(weight_scale=weight_scale[:8])
     assert told(x_scale=x_scale.repeat_interleave(2)[::2]) and told(weight_scale=weight_scale.repeat_interleave(2)[::2])
     assert told(bias=bias[:8]) and told(residual=residual[:4]) and told(residual=residual.t().contiguous().t())
-    assert told(bias=torch.cat([bias, bias])[1:17], x_scale=x_scale)  # not aligned
-    assert told(weight_scale=torch.cat([weight_scale] * 2)[1:17])
+    # vectors need not be aligned
+    assert not told(bias=torch.cat([bias, bias])[1:17]) and not told(weight_scale=torch.cat([weight_scale] * 2)[1:17])
+    for name in ("x", "weight"):
+        own = getattr(given, name)
+        moved = torch.cat([own.flatten(), own.flatten()])[8 : 8 + own.numel()].view(own.shape)
+        assert moved.is_contiguous() and told(**{name: moved})
+    assert told(residual=torch.cat([residual.flatten(), residual.flatten()])[4:84].view(5, 16))
     # 32 and 96 of K are no whole stage
     for depth in (32, 96):
         assert told(x=x[:, :depth].contiguous(), weight=weight[:, :depth].contiguous())
@@ -298,6 +303,16 @@ def test_what_it_does_not_take(device):
     assert mma_gemm8.accepts_geglu(*given, bias, "sigmoid", half)
     few = given._replace(weight=weight[:8], weight_scale=weight_scale[:8])
     assert mma_gemm8.accepts(*few, None, None, half) is None and mma_gemm8.accepts_geglu(*few, None, "none", half)
+
+
+def test_vectors_that_are_not_aligned(device):
+    given = operands(20, 16, 64, device)
+    moved = given._replace(
+        x_scale=torch.cat([given.x_scale] * 2)[1:21], weight_scale=torch.cat([given.weight_scale] * 2)[1:17]
+    )
+    bias = randn(33, dtype=torch.float16, device=device)[1:17]
+    y = mma_gemm8.linear(*moved, bias, torch.float16, tile=WARP)
+    close(y, product(moved, bias), product(moved, None), bias)
 
 
 def test_activations_that_are_not_contiguous(device):
