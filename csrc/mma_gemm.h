@@ -313,11 +313,17 @@ struct Vectors {
   __device__ __forceinline__ void load(const Place& own, const float* __restrict__ of_rows,
                                        const float* __restrict__ of_columns, const Element* __restrict__ of_bias,
                                        int rows, int columns) {
-    for (int i = threadIdx.x; i < kRows; i += kThreads) row_scales[i] = of_rows[min(own.first_row + i, rows - 1)];
-    for (int i = threadIdx.x; i < WIDTH; i += kThreads) {
-      const int at = min(own.first_column + i % kVectors, columns - 1) + offset(i, columns);
-      column_scales[i] = of_columns[at];
-      bias[i] = of_bias ? to_float<TYPE>(of_bias[at]) : 0.f;
+#pragma unroll
+    for (int first = 0; first < kRows; first += kThreads) {
+      const int i = first + threadIdx.x;
+      if (kRows % kThreads == 0 || i < kRows) row_scales[i] = of_rows[min(own.first_row + i, rows - 1)];
+    }
+#pragma unroll
+    for (int first = 0; first < WIDTH; first += kThreads) {
+      const int i = first + threadIdx.x, of_part = i < kVectors ? i : i - kVectors;
+      const int at = min(own.first_column + of_part, columns - 1) + offset(i, columns);
+      if (i < WIDTH) column_scales[i] = of_columns[at];
+      if (i < WIDTH) bias[i] = of_bias ? to_float<TYPE>(of_bias[at]) : 0.f;
     }
   }
 };
