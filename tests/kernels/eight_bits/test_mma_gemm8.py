@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 A100, AMPERE, TURING = (8, 0), (8, 6), (7, 5)
 TILES = [(AMPERE, 0), (AMPERE, 2), (AMPERE, 3), (TURING, 1), (TURING, 4), (A100, 3), (AMPERE, 4)]
-PAIRS = [(AMPERE, 0), (AMPERE, 1), (TURING, 1), (A100, 3), (TURING, 4)]
+PAIRS = [(AMPERE, 0), (AMPERE, 1), (A100, 3), (TURING, 4)]
 """With an even number of tiles of columns for a warp, which values and gates need."""
 WARP = Tile(1, 1, 1, 16, 2, 1)
 """A single one: as quick on a CPU as can be."""
@@ -123,7 +123,7 @@ def test_linear(device, tile, dtype, shape, with_bias, with_residual):
     assert bool(around[:8].isnan().all() and around[-8:].isnan().all())
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(5)
 @each_tile(PAIRS)
 @each_dtype
 @pytest.mark.parametrize("shape", [(130, 272, 1), (64, 640, 1), (3, 16, 2), (1, 128, 2)], ids=str)
@@ -232,11 +232,12 @@ def test_the_tile_with_the_least_work_for_a_multiprocessor_stands_first(
     assert all(each.width // each.across // 8 % 2 == 0 for each in pairs)
 
 
-CARDS = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]
+CARDS = [(7, 5), (8, 6), (9, 0), (12, 0)]
+"""Registers on others are in docs/generated/cuda.md."""
 KINDS = ["linear", "residual", "geglu"]
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capability", CARDS, ids=str)
@@ -249,7 +250,7 @@ def test_mma_gemm8_compiles(monkeypatch, tmp_path, capability, number, kind, dty
         pytest.skip("values and gates need an even number of tiles of columns")
     given = mma_gemm8.constants(tile, dtype, mma_gemm.Epilogue(KINDS.index(kind)))
     architecture = f"sm_{capability[0]}{capability[1]}{'a' * (capability >= (9, 0))}"
-    # ten registers of the largest tile, before the products
+    # ten registers of the largest tile, before the products and after them
     spilled = 40 if capability == (12, 0) and number == 0 else 0
     registers, fixed = built("mma_gemm8", given, spilled, architecture)
     assert tile.resident * registers * tile.threads <= REGISTERS and fixed == 0
@@ -323,7 +324,7 @@ def test_activations_that_are_not_contiguous(device):
     close(y, product(given, None), product(given, None))
 
 
-@pytest.mark.parametrize("capability", [(7, 0), (7, 2), *CARDS, (8, 7), (10, 0), (12, 1)], ids=str)
+@pytest.mark.parametrize("capability", [(7, 0), (7, 2), *CARDS, (8, 0), (8, 7), (8, 9), (10, 0), (12, 1)], ids=str)
 def test_cards_it_is_for(monkeypatch, capability):
     monkeypatch.setattr(nvrtc, "unsupported", lambda device: None)
     monkeypatch.setattr(nvrtc, "bindings", lambda: nvrtc.Bindings(object(), object()))
