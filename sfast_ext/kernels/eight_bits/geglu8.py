@@ -33,7 +33,22 @@ def reference(
     return geglu.reference(linear8.scaled(x, x_scale, weight, weight_scale, bias), gate_first, approximate).to(dtype)
 
 
-@kernel(reference, any_source=True, cuda_sources=(mma_gemm8._SOURCE, *wgmma_gemm8.SOURCES))
+def fallback(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    gate_first: bool = False,
+    approximate: str = "none",
+    dtype: torch.dtype = torch.float16,
+) -> Tensor:
+    """`reference` by PyTorch's product of integers if it takes them."""
+    product = linear8.scaled_by_pytorch(x, x_scale, weight, weight_scale, bias)
+    return geglu.reference(product, gate_first, approximate).to(dtype)
+
+
+@kernel(reference, fallback=fallback, any_source=True, cuda_sources=(mma_gemm8._SOURCE, *wgmma_gemm8.SOURCES))
 def launch(
     x: Tensor,
     x_scale: Tensor,
