@@ -82,9 +82,7 @@ def _multiplies_integers(device: torch.device) -> bool:
         return False
 
 
-@kernel(
-    reference, fallback=fallback, writes=5, any_source=True, cuda_sources=(mma_gemm8._SOURCE, *wgmma_gemm8.SOURCES)
-)
+@kernel(reference, fallback=fallback, writes=5, any_source=True, cuda_sources=choice8.SOURCES)
 def launch(
     x: Tensor,
     x_scale: Tensor,
@@ -100,7 +98,7 @@ def launch(
     residual are contiguous. The residual, if there is one, is overwritten by the result. Other operands are declined,
     and the residual is not overwritten.
     """
-    unfit = wgmma_gemm8.accepts(x, x_scale, weight, weight_scale, bias, residual)
+    unfit = wgmma_gemm8.accepts(x, x_scale, weight, weight_scale, bias, residual, dtype)
     if unfit is None and wgmma_gemm8.profitable(x, weight):
         return wgmma_gemm8.linear(x, x_scale, weight, weight_scale, bias, residual, dtype)
     also_unfit = mma_gemm8.accepts(x, x_scale, weight, weight_scale, bias, residual, dtype)

@@ -18,6 +18,9 @@ def accepts(
     weight_scale: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    geglu: bool = False,
 ) -> str | None:
     """Why `linear` and `geglu` do not take the operands; None if they do."""
     return "not supported"

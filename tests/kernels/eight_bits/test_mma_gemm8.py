@@ -334,7 +334,7 @@ def test_cards_it_is_for(monkeypatch, capability):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("capability", [TURING, A100, AMPERE], ids=str)
+@pytest.mark.parametrize("capability", [TURING, A100, AMPERE], ids=["7.5", "8.0", "8.6"])
 @each_dtype
 @pytest.mark.parametrize("shape", [*LINEARS, *((m, 2 * n, k) for m, n, k in GATED_LINEARS), (77, 640, 2048)], ids=str)
 def test_sizes_of_models(monkeypatch, capability, dtype, shape):
