@@ -20,6 +20,10 @@
 //   1  a residual is added, (M, N), which `out` may overwrite
 //   2  GEGLU: of 2 N columns the first N are values, the others gates (GATE_FIRST: the other way around); TANH as in
 //      gelu.h. Eight values and eight gates lie next to each other in shared memory, so that one thread has both.
+//
+// In 8 bits the products take half the time, and what else a block does counts twice as much. So its scales and biases
+// are loaded into shared memory while the first stage comes, and the residual during the last step, to where stages
+// have been read: the ring of stages begins where the last step has the first of them.
 
 #include "gelu.h"
 
@@ -49,6 +53,15 @@ static_assert(kColumns % 8 == 0 && HIGH <= kTiles && kRows % kLoads == 0 && kLoa
 static_assert((SLICES == 1 || SLICES == 2) && HIGH % SLICES == 0 && (!kGeglu || kTiles % 2 == 0));
 static_assert(!HALF_SUMS || (TYPE == kFloat16 && !INT8));
 
+// Dynamic shared memory, in bytes: the stages; what slices give each other, in their place; the result, in their place
+// or behind what slices give; in 8 bits, behind all of it, factors of rows and columns, and the bias.
+constexpr int most(int x, int y) { return x > y ? x : y; }
+constexpr int kRing = STAGES * kStage * kBytes, kGiven = SLICES == 1 ? 0 : kOutHigh * kTiles * kThreads * 16;
+constexpr int kResult = kThreads / 32 * kOutRows * kOutPitch * 2, kBehind = most(kStage * kBytes, kGiven);
+constexpr bool kEarly = INT8 && kResidual && kBehind + kResult <= kRing;  // whether the residual has room next to a stage
+constexpr int kResultAt = kEarly ? kBehind : 0, kVectorsAt = most(most(kRing, kGiven), kResult);
+constexpr int kVectors = kOutColumns * ACROSS;  // columns of the block's result
+
 // An image, and the sizes of a convolution's result: the image has `stride` times as many rows and columns (rounded up).
 struct Image {
   int channels, result_height, result_width, height, width, stride;
@@ -72,11 +85,17 @@ __device__ __forceinline__ Place own_place() {
 // Where 16 bytes of a row are in shared memory, in operands from the row's beginning.
 __device__ __forceinline__ int place(int row, int chunk) { return (chunk ^ row / 2 % kChunks) * kChunk; }
 
+template <bool Value>
+struct Flag {
+  static constexpr bool value = Value;
+};
+
 // sum += a b^T, of this thread's warp. depth: of a row, in operands; it, or channels of an image, is a multiple of
-// kStepDepth.
+// kStepDepth. begun: runs while the first stages come; early: during the last step, if kEarly.
+template <class Begun, class Early>
 __device__ __forceinline__ void multiply(Sum (&sum)[HIGH][kTiles][4], Operand* shared, const Place& own,
                                          const Operand* __restrict__ a, const Operand* __restrict__ b, int rows,
-                                         int columns, int depth, const Image& image) {
+                                         int columns, int depth, const Image& image, Begun begun, Early early) {
   // what this thread loads: a chunk of every kLoads-th row, of its slice
   const int chunk = threadIdx.x % kChunks, row = own.of_slice / kChunks;
   const int in_depth = own.slice * kDepth + chunk * kChunk;
@@ -157,11 +176,14 @@ __device__ __forceinline__ void multiply(Sum (&sum)[HIGH][kTiles][4], Operand* s
   };
 
   const int steps = depth / kStepDepth;
+  int stage = kEarly ? (STAGES - (steps - 1) % STAGES) % STAGES : 0;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
-    if (i < steps) load(i), store(i);
+    const int to = kEarly && stage + i >= STAGES ? stage + i - STAGES : stage + i;
+    if (i < steps) load(to), store(to);
     copy_async_commit();
   }
+  begun();
 
   const int lane = own.lane;
   const int a_row = of_slice + (own.down * kWarpRows + lane % 16) * kDepth, a_chunk = lane / 16;
@@ -191,16 +213,18 @@ __device__ __forceinline__ void multiply(Sum (&sum)[HIGH][kTiles][4], Operand* s
   copy_async_wait<STAGES - 2>();
   __syncthreads();
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) load_operands(n, shared, 0);
-  int stage = 0;
-  for (int step = 0; step < steps; ++step) {
+  for (int n = 0; n < kTiles; ++n) load_operands(n, shared + stage * kStage, 0);
+  auto turn = [&](int step, auto is_last) {
+    constexpr bool kLast = decltype(is_last)::value;
 #if HALF_SUMS
     unsigned part[HIGH][kTiles][2] = {};
 #endif
     const int next = stage + 1 == STAGES ? 0 : stage + 1, before = stage ? stage - 1 : STAGES - 1;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      if (k == 0) {
+      if (kLast) {
+        // nothing is loaded
+      } else if (k == 0) {
         if (step + STAGES - 1 < steps) load(before);
         copy_async_commit();
       } else {
@@ -208,11 +232,11 @@ __device__ __forceinline__ void multiply(Sum (&sum)[HIGH][kTiles][4], Operand* s
         copy_async_wait<STAGES - 2>();
         __syncthreads();
       }
-      // behind the last step a stage is loaded that is not used
+      // behind the last step, operands are loaded that are not used, unless the residual comes there
       const Operand* const from = shared + (k ? next : stage) * kStage;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        load_operands(n, from, 1 - k);
+        if (!kLast || k == 0) load_operands(n, from, 1 - k);
 #pragma unroll
         for (int t = 0; t < HIGH; ++t)
 #if HALF_SUMS
@@ -236,6 +260,12 @@ __device__ __forceinline__ void multiply(Sum (&sum)[HIGH][kTiles][4], Operand* s
           sum[t][n][2 * half + 1] = fmaf(two, 16.f, sum[t][n][2 * half + 1]);
         }
 #endif
+  };
+  for (int step = 0; step < steps - kEarly; ++step) turn(step, Flag<false>());
+  if (kEarly) {
+    early();
+    copy_async_commit();
+    turn(steps - 1, Flag<true>());
   }
 
   copy_async_wait<0>();
@@ -270,10 +300,32 @@ __device__ __forceinline__ void add_slices(Sum (&sum)[HIGH][kTiles][4], void* sh
   __syncthreads();
 }
 
-// What is multiplied with sums of operands in 8 bits: one factor a row, one a column.
-struct Scales {
-  const float* of_rows;
-  const float* of_columns;
+// In shared memory: of each of the block's rows a factor, of its columns, values first, a factor and a bias.
+struct Vectors {
+  float row_scales[kRows], column_scales[WIDTH], bias[WIDTH];
+
+  // The column of the result at one of its places, and how far that of the product is from it.
+  static __device__ __forceinline__ int offset(int at, int columns) {
+    return kGeglu && (at >= kVectors) != GATE_FIRST ? columns : 0;
+  }
+
+  // Loads them, by all threads of the block; what is behind the last row or column is not used.
+  __device__ __forceinline__ void load(const Place& own, const float* __restrict__ of_rows,
+                                       const float* __restrict__ of_columns, const Element* __restrict__ of_bias,
+                                       int rows, int columns) {
+#pragma unroll
+    for (int first = 0; first < kRows; first += kThreads) {
+      const int i = first + threadIdx.x;
+      if (kRows % kThreads == 0 || i < kRows) row_scales[i] = of_rows[min(own.first_row + i, rows - 1)];
+    }
+#pragma unroll
+    for (int first = 0; first < WIDTH; first += kThreads) {
+      const int i = first + threadIdx.x, of_part = i < kVectors ? i : i - kVectors;
+      const int at = min(own.first_column + of_part, columns - 1) + offset(i, columns);
+      if (i < WIDTH) column_scales[i] = of_columns[at];
+      if (i < WIDTH) bias[i] = of_bias ? to_float<TYPE>(of_bias[at]) : 0.f;
+    }
+  }
 };
 
 // Two neighbours of a bias, or zeros.
@@ -282,10 +334,8 @@ __device__ __forceinline__ void load_bias(const Element* bias, int column, bool 
   if (bias && valid) to_floats<TYPE>(*reinterpret_cast<const unsigned*>(bias + column), to[0], to[1]);
 }
 
-// Two neighbours of the factors of columns.
-__device__ __forceinline__ void load_scales(const float* scales, int column, bool valid, float (&to)[2]) {
-  Pack<kFloat32, 2> two = {};
-  if (INT8 && valid) two = *reinterpret_cast<const Pack<kFloat32, 2>*>(scales + column);
+__device__ __forceinline__ void load_two(const float* from, float (&to)[2]) {
+  const Pack<kFloat32, 2> two = *reinterpret_cast<const Pack<kFloat32, 2>*>(from);
   to[0] = two.of[0], to[1] = two.of[1];
 }
 
@@ -294,41 +344,57 @@ __device__ __forceinline__ float with_bias(Sum sum, float of_row, float of_colum
   return INT8 ? fmaf((float)sum * of_row, of_column, bias) : sum + bias;
 }
 
-// Stores a warp's part of the result, through shared memory, so that whole rows are read and written.
-__device__ __forceinline__ void store(const Sum (&sum)[HIGH][kTiles][4], void* shared, const Place& own, Element* out,
-                                      const Element* __restrict__ bias, const Element* residual, const Scales& scales,
-                                      int rows, int columns) {
-  Element* const staging = static_cast<Element*>(shared) + threadIdx.x / 32 * kOutRows * kOutPitch;
-  const int column = own.first_column + own.across * kOutColumns, lane = own.lane;
+// Where a warp's part of the result is in shared memory, through which whole rows are read and written.
+__device__ __forceinline__ Element* result_of(void* shared) {
+  return reinterpret_cast<Element*>(static_cast<char*>(shared) + kResultAt) + threadIdx.x / 32 * kOutRows * kOutPitch;
+}
+
+// Runs for each 16 bytes of a warp's part of the result, with their places in the result and in shared memory.
+template <class Run>
+__device__ __forceinline__ void each_pack(void* shared, const Place& own, int rows, int columns, Run run) {
+  constexpr int kPacks = kOutRows * kOutTiles;
+  const int column = own.first_column + own.across * kOutColumns;
   const int top = own.first_row + own.down * kWarpRows + own.slice * kOutRows;
-  auto each_pack = [&](auto run) {
-    constexpr int kPacks = kOutRows * kOutTiles;
+  Element* const staging = result_of(shared);
 #pragma unroll 5
-    for (int i = 0; i < (kPacks + 31) / 32; ++i) {
-      const int at = i * 32 + lane, row = at / kOutTiles, tile = at % kOutTiles * 8;
-      if ((kPacks % 32 == 0 || at < kPacks) && top + row < rows && column + tile < columns)
-        run((top + row) * columns + column + tile, reinterpret_cast<Eight*>(staging + row * kOutPitch + tile));
-    }
-  };
+  for (int i = 0; i < (kPacks + 31) / 32; ++i) {
+    const int at = i * 32 + own.lane, row = at / kOutTiles, tile = at % kOutTiles * 8;
+    if ((kPacks % 32 == 0 || at < kPacks) && top + row < rows && column + tile < columns)
+      run((top + row) * columns + column + tile, reinterpret_cast<Eight*>(staging + row * kOutPitch + tile));
+  }
+}
+
+// Stores a warp's part of the result. vectors: in 8 bits, has the bias too.
+__device__ __forceinline__ void store(const Sum (&sum)[HIGH][kTiles][4], void* shared, const Place& own, Element* out,
+                                      const Element* __restrict__ bias, const Element* residual, const Vectors* vectors,
+                                      int rows, int columns) {
+  Element* const staging = result_of(shared);
+  const int of_block = own.across * kOutColumns, column = own.first_column + of_block, lane = own.lane;
+  const int top = own.down * kWarpRows + own.slice * kOutRows + lane / 4;
   float of_row[kOutHigh][2] = {};
 #pragma unroll
   for (int t = 0; t < kOutHigh; ++t)
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (INT8) of_row[t][half] = scales.of_rows[min(top + t * 16 + half * 8 + lane / 4, rows - 1)];
-  if (kResidual) {
-    each_pack([&](int at, Eight* staged) { *staged = *reinterpret_cast<const Eight*>(residual + at); });
+      if (INT8) of_row[t][half] = vectors->row_scales[top + t * 16 + half * 8];
+  if (kResidual && !kEarly) {
+    auto copy = [&](int at, Eight* staged) { *staged = *reinterpret_cast<const Eight*>(residual + at); };
+    each_pack(shared, own, rows, columns, copy);
     warp_sync();
   }
 #pragma unroll
   for (int n = 0; n < kOutTiles; ++n) {
     const int at = n * 8 + lane % 4 * 2;
-    const bool valid = column + at < columns;
-    const int of_value = column + at + (kGeglu && GATE_FIRST ? columns : 0);
-    const int of_gate = column + at + (GATE_FIRST ? 0 : columns);
-    float value_bias[2], gate_bias[2], value_scale[2], gate_scale[2];
-    load_bias(bias, of_value, valid, value_bias), load_scales(scales.of_columns, of_value, valid, value_scale);
-    if (kGeglu) load_bias(bias, of_gate, valid, gate_bias), load_scales(scales.of_columns, of_gate, valid, gate_scale);
+    float value_bias[2], gate_bias[2], value_scale[2] = {}, gate_scale[2] = {};
+    if (INT8) {
+      load_two(vectors->column_scales + of_block + at, value_scale), load_two(vectors->bias + of_block + at, value_bias);
+      const int gate = kVectors + of_block + at;
+      if (kGeglu) load_two(vectors->column_scales + gate, gate_scale), load_two(vectors->bias + gate, gate_bias);
+    } else {
+      const bool valid = column + at < columns;
+      load_bias(bias, column + at + Vectors::offset(0, columns), valid, value_bias);
+      if (kGeglu) load_bias(bias, column + at + Vectors::offset(kVectors, columns), valid, gate_bias);
+    }
 #pragma unroll
     for (int t = 0; t < kOutHigh; ++t)
 #pragma unroll
@@ -350,5 +416,6 @@ __device__ __forceinline__ void store(const Sum (&sum)[HIGH][kTiles][4], void* s
       }
   }
   warp_sync();
-  each_pack([&](int at, const Eight* staged) { *reinterpret_cast<Eight*>(out + at) = *staged; });
+  auto copy = [&](int at, const Eight* staged) { *reinterpret_cast<Eight*>(out + at) = *staged; };
+  each_pack(shared, own, rows, columns, copy);
 }

@@ -10,8 +10,8 @@
 #include "mma.h"
 #include "mma_gemm.h"
 
-// a, b: rows of `depth` operands; out, residual: rows of `columns`. All are aligned to 16 bytes, column_scales to 8, the
-// bias to 4; depth is a multiple of 64 SLICES, columns of 8.
+// a, b: rows of `depth` operands; out, residual: rows of `columns`. All are aligned to 16 bytes; depth is a multiple of
+// 64 SLICES, columns of 8.
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     mma_gemm8(Element* out, const Operand* __restrict__ a, const float* __restrict__ row_scales,
               const Operand* __restrict__ b, const float* __restrict__ column_scales, const Element* __restrict__ bias,
@@ -20,7 +20,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   SHARED_MEMORY(Operand, shared);
   const Place own = own_place();
   Sum sum[HIGH][kTiles][4] = {};
-  multiply(sum, shared, own, a, b, rows, columns, depth, {});
+  Vectors* const vectors = reinterpret_cast<Vectors*>(shared + kVectorsAt);
+  auto begun = [&] { vectors->load(own, row_scales, column_scales, bias, rows, columns); };
+  auto early = [&] {
+    auto copy = [&](int at, Eight* staged) { copy_async(staged, residual + at, true); };
+    each_pack(shared, own, rows, columns, copy);
+  };
+  multiply(sum, shared, own, a, b, rows, columns, depth, {}, begun, early);
   add_slices(sum, shared, own);
-  store(sum, shared, own, out, bias, residual, {row_scales, column_scales}, rows, columns);
+  store(sum, shared, own, out, nullptr, residual, vectors, rows, columns);
 }

@@ -16,6 +16,7 @@ from benchmarks.cards import least, loops, page
 from benchmarks.cards.published import CARDS
 from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.eight_bits import mma8_tiles, mma_gemm8
 from sfast_ext.kernels.linear import mma_gemm, mma_tiles
 
 CASES = ("sd15:512x512", "sdxl:1024x1024")
@@ -40,6 +41,11 @@ def times(case: str) -> dict[str, Any]:
         name: {
             "exact": {k: round(ms, 3) for k, ms in least.milliseconds(work, card).items()},
             "faster": {k: round(ms, 3) for k, ms in least.milliseconds(work, card, faster_sums=True).items()},
+            "eight_bits": {k: round(ms, 3) for k, ms in least.milliseconds(work, card, eight_bits=True).items()},
+            "both": {
+                k: round(ms, 3)
+                for k, ms in least.milliseconds(work, card, faster_sums=True, eight_bits=True).items()
+            },
         }
         for name, card in CARDS.items()
     }
@@ -62,6 +68,8 @@ def kernels(capability: int) -> list[dict[str, Any]]:
             largest = mma_tiles.shapes(divmod(capability, 10), half_sums)[0]
             given = mma_gemm.constants(largest, torch.float16, convolution, half_sums)
             found.append(_loop("mma_gemm", f"{name}{', faster sums' * half_sums}", capability, given, 1.0))
+    given = mma_gemm8.constants(mma8_tiles.shapes(divmod(capability, 10))[0], torch.float16)
+    found.append(_loop("mma_gemm8", "linear, 8 bits", capability, given, 1.0))
     return found
 
 
@@ -81,11 +89,11 @@ def _loop(kernel: str, what: str, capability: int, given: dict[str, int], useful
 
 def main() -> int:
     """Write both files."""
+    # of Turing, whose instructions are others, there are no loops
+    with_loops = sorted({card.capability for card in CARDS.values() if card.capability >= 80})
     result = {
         "cases": [times(case) for case in CASES],
-        "kernels": [
-            row for capability in sorted({card.capability for card in CARDS.values()}) for row in kernels(capability)
-        ],
+        "kernels": [row for capability in with_loops for row in kernels(capability)],
     }
     records.write(RESULTS, result)
     page.write(result)

@@ -23,6 +23,10 @@ _ATTENTION = 0.75
 """The same for attention to many keys: half of its products are those of queries and keys, which stay exact."""
 
 
+_MIN_ROWS = 256
+"""Products of fewer rows stay in half precision: those of the prompt's keys and values, and of the embeddings."""
+
+
 class Work(NamedTuple):
     """Of a node: its kind, FLOPs, and bytes: each input read once, each output written once."""
 
@@ -31,6 +35,10 @@ class Work(NamedTuple):
     bytes: int
     faster: float = 1.0
     """Its products' time with *Faster sums on GeForce*, as a part of that without."""
+    bytes_in_8: int = 0
+    """Bytes if its product is one of 8-bit integers, 0 if that stays in half precision: activations, weight and result,
+    and what quantises them: the activations are read in half precision and written in 8 bits, unless a layer norm
+    writes them so; the weight is read in half precision once, to know whether it changed."""
 
 
 def of_plan(case: str) -> list[Work]:
@@ -54,7 +62,28 @@ def of_node(node: fx.Node) -> Work | None:
     faster = _FASTER.get(kind, 1.0)
     if node.target is attention.launch and mma_attention.sums_in_half(args[1]):
         faster = _ATTENTION
-    return Work(kind, kinds.flops(node.target, args, kwargs), sum(map(kinds.size, moved)), faster)
+    bytes_in_8 = _bytes_in_8(node, moved) if kind == "linear" else 0
+    return Work(kind, kinds.flops(node.target, args, kwargs), sum(map(kinds.size, moved)), faster, bytes_in_8)
+
+
+def _bytes_in_8(node: fx.Node, moved: list[torch.Tensor]) -> int:
+    operands = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)][:2]
+    if len(operands) < 2:
+        return 0
+    x, weight = (n.meta["val"] for n in operands)
+    terms = x.shape[-1] if x.dim() else 1
+    if weight.dim() != 2 or terms % 64 or weight.shape[1] != terms or x.numel() < _MIN_ROWS * terms:
+        return 0
+    written = 0 if "layer_norm" in kinds.operation(_source(operands[0]).target) else x.numel() + kinds.size(x)
+    saved = kinds.size(x) - x.numel() + kinds.size(weight) - weight.numel()
+    return sum(map(kinds.size, moved)) - saved + written + kinds.size(weight)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The node whose result this one is a view or a part of."""
+    while node.op == "call_function" and not is_kernel(node.target) and _is_view(node.target):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -67,11 +96,16 @@ def _is_view(target: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
 
 
-def milliseconds(work: Iterable[Work], card: Card, *, faster_sums: bool = False) -> dict[str, float]:
+def milliseconds(
+    work: Iterable[Work], card: Card, *, faster_sums: bool = False, eight_bits: bool = False
+) -> dict[str, float]:
     """By kind of operation, the least time on a card."""
     found: dict[str, float] = {}
     for each in work:
         products = each.flops / card.tflops / 1e9 * (each.faster if faster_sums else 1)
-        least = max(products, each.bytes / card.bandwidth / 1e6)
+        moved = each.bytes
+        if eight_bits and each.bytes_in_8:
+            products, moved = each.flops / card.tops / 1e9, each.bytes_in_8
+        least = max(products, moved / card.bandwidth / 1e6)
         found[each.kind] = found.get(each.kind, 0.0) + least
     return found

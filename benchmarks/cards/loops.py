@@ -12,6 +12,7 @@ from typing import NamedTuple
 from benchmarks.cards.published import CLOCKS
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)(.*)$")
+_PRODUCTS = ("HMMA", "IMMA")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 
 
@@ -23,11 +24,14 @@ class Loop(NamedTuple):
     sums_in_float16: int
     special: int
     ldmatrix: int
+    integers: int = 0
+    """Of the tensor cores, of 8-bit integers."""
 
     @property
     def tensor_clocks(self) -> int:
         """For which a scheduler's tensor core is busy."""
-        return CLOCKS["HMMA"] * self.sums_in_float32 + CLOCKS["HMMA"] // 2 * self.sums_in_float16
+        of_floats = CLOCKS["HMMA"] * self.sums_in_float32 + CLOCKS["HMMA"] // 2 * self.sums_in_float16
+        return of_floats + CLOCKS["IMMA"] * self.integers
 
     @property
     def clocks(self) -> int:
@@ -68,15 +72,15 @@ def main_loop(text: str) -> Loop:
             target = re.search(r"\.L_x_\d+", made[2]) if made[1].startswith("BRA") else None
             if target and target[0] in labels:
                 found.append(names[labels[target[0]] :])
-    loops = [loop for loop in found if any(name.startswith("HMMA") for name in loop)]
+    loops = [loop for loop in found if any(name.startswith(_PRODUCTS) for name in loop)]
     if not loops:
         raise ValueError(
             "No loop with instructions of the tensor cores: is it a kernel with mma.sync, for 8.0 or later?"
         )
-    return _counted(max(loops, key=lambda loop: (sum(name.startswith("HMMA") for name in loop), -len(loop))))
+    return _counted(max(loops, key=lambda loop: (sum(name.startswith(_PRODUCTS) for name in loop), -len(loop))))
 
 
 def _counted(names: list[str]) -> Loop:
     kinds = Counter(name.split(".")[0] for name in names)
     in_float16 = sum(name.startswith("HMMA") and name.endswith(".F16") for name in names)
-    return Loop(len(names), kinds["HMMA"] - in_float16, in_float16, kinds["MUFU"], kinds["LDSM"])
+    return Loop(len(names), kinds["HMMA"] - in_float16, in_float16, kinds["MUFU"], kinds["LDSM"], kinds["IMMA"])

@@ -11,6 +11,7 @@ from benchmarks.cards.published import CARDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "generated" / "cards.md"
 BEGIN, END = "<!-- cards: begin -->", "<!-- cards: end -->"
+_WAYS = ("exact", "faster", "eight_bits", "both")
 MODELS = {"sd15": "SD 1.5", "sdxl": "SDXL"}
 
 
@@ -20,11 +21,13 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def cards() -> str:
     """The published figures."""
-    head = ("card", "multiprocessors", "boost clock, GHz", "TFLOP/s, sums in fp32", "sums in fp16", "memory, GB/s")
+    head = ("card", "multiprocessors", "boost clock, GHz", "TFLOP/s, sums in fp32", "sums in fp16", "TOP/s, int8",
+            "memory, GB/s")  # fmt: skip
     return _table(
         head,
         (
-            (name, f"{c.multiprocessors}", f"{c.clock:g}", f"{c.tflops:.1f}", f"{2 * c.tflops:.1f}", f"{c.bandwidth:g}")
+            (name, f"{c.multiprocessors}", f"{c.clock:g}", f"{c.tflops:.1f}", f"{2 * c.tflops:.1f}", f"{c.tops:.1f}",
+             f"{c.bandwidth:g}")
             for name, c in CARDS.items()
         ),
     )
@@ -37,27 +40,29 @@ def least(case: dict[str, Any]) -> str:
     for kind, work in sorted(case["kinds"].items(), key=lambda item: -item[1]["gflop"]):
         times = [_ms(case["cards"][name], kind) for name in names]
         rows.append((kind, f"{work['nodes']}", f"{work['gflop']:.1f}", f"{work['gb']:.2f}", *times))
-    totals = [f"**{sum(c['exact'].values()):.1f}** / {sum(c['faster'].values()):.1f}" for c in case["cards"].values()]
+    sums = [[sum(c[way].values()) for way in _WAYS] for c in case["cards"].values()]
+    totals = [f"**{exact:.1f}** / " + " / ".join(f"{ms:.1f}" for ms in others) for exact, *others in sums]
     return _table(("operations", "nodes", "GFLOP", "GB", *names), [*rows, ("**all**", "", "", "", *totals)])
 
 
 def _ms(times: dict[str, dict[str, float]], kind: str) -> str:
-    exact, faster = times["exact"][kind], times["faster"][kind]
-    return f"{exact:.2f}" if exact == faster else f"{exact:.2f} / {faster:.2f}"
+    found = [times[way][kind] for way in _WAYS]
+    return f"{found[0]:.2f}" if len(set(found)) == 1 else " / ".join(f"{ms:.2f}" for ms in found)
 
 
 def kernels(rows: Sequence[dict[str, Any]]) -> str:
     """The main loops."""
     head = (
-        "kernel", "for", "card", "instructions", "tensor cores: sums in fp32", "in fp16", "exponentials", "ldmatrix",
-        "clocks", "useful products", "at most of the tensor cores' rate",
+        "kernel", "for", "card", "instructions", "tensor cores: sums in fp32", "in fp16", "int8", "exponentials",
+        "ldmatrix", "clocks", "useful products", "at most of the tensor cores' rate",
     )  # fmt: skip
     return _table(
         head,
         (
             (
                 f"`{r['kernel']}`", r["what"], f"{r['capability'] / 10:.1f}", f"{r['instructions']}",
-                f"{r['sums_in_float32']}", f"{r['sums_in_float16']}", f"{r['special']}", f"{r['ldmatrix']}",
+                f"{r['sums_in_float32']}", f"{r['sums_in_float16']}", f"{r['integers']}", f"{r['special']}",
+                f"{r['ldmatrix']}",
                 f"{r['clocks']}", f"{r['useful']:.0%}".replace("%", " %"), f"{r['at_most']:.0%}".replace("%", " %"),
             )
             for r in rows

@@ -2,16 +2,19 @@
 
 python -m benchmarks.compile_table.cuda                    # every NVRTC
 python -m benchmarks.compile_table.cuda --nvrtc 12.1.105   # results of others stay as they are
+python -m benchmarks.compile_table.cuda --only mma_gemm8   # as do those of other kernels
 
-Constants are those of the launches of whole UNets without Triton, and of kernels of 8 bits. Registers, spills and
-shared memory are what the compiler says. Occupancy follows from them and from the card's limits (CUDA C++ Programming
-Guide, "Compute Capabilities").
+Constants are those of the launches of whole UNets without Triton; of products in 8 bits, which a plan has by a setting,
+all that there can be with the default GELU. Registers, spills and shared memory are what the
+compiler says. Occupancy follows from them and from the card's limits (CUDA C++ Programming Guide, "Compute
+Capabilities").
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import re
@@ -32,6 +35,7 @@ from sfast_ext import kernels
 from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.backend import cuda_libraries, nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
+from sfast_ext.kernels.eight_bits import mma8_tiles, mma_gemm8
 from sfast_ext.kernels.linear import mma_gemm, mma_tiles
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +111,21 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
     return sorted(found.values())
 
 
+def in_8_bits() -> list[Launch]:
+    """All launches of `mma_gemm8`, on any of CARDS."""
+    found = set()
+    for card in CARDS:
+        for tile in mma8_tiles.shapes(divmod(card, 10)) if divmod(card, 10) >= mma_gemm8.SINCE else ():
+            for dtype, kind in itertools.product((torch.float16, torch.bfloat16), range(3)):
+                pairs = kind == mma_gemm.GEGLU
+                if not pairs or tile.width // tile.across // 8 % 2 == 0:
+                    given = mma_gemm8.constants(tile, dtype, mma_gemm.Epilogue(kind))
+                    constants = tuple(sorted(given.items()))
+                    shared = mma8_tiles.shared_bytes(tile, pairs)
+                    found.add(Launch(mma_gemm8._SOURCE.name, constants, tile.threads, shared, 75))
+    return sorted(found)
+
+
 def with_faster_sums(launch: Launch, capability: int) -> Launch | None:
     """The launch as the setting *Faster sums on GeForce* makes it on a card; None where that is the same."""
     given, card = dict(launch.constants), divmod(capability, 10)
@@ -138,6 +157,9 @@ def launched_on(launch: Launch, capability: int) -> bool:
             return False
         if mma_gemm.tile_of(given) not in mma_tiles.shapes(card, bool(given["HALF_SUMS"])):
             return False
+    if launch.name == mma_gemm8._SOURCE.name:
+        tile = mma_gemm.tile_of(dict(launch.constants))
+        return launch.least <= capability and tile in mma8_tiles.shapes(divmod(capability, 10))
     return launch.least <= capability
 
 
@@ -264,6 +286,7 @@ def main(given: Sequence[str] | None = None) -> int:
     """Compile, and write results and page; 1 where a launch has no room on a card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvrtc", action="append", choices=PACKAGES, help="a version (default: all)")
+    parser.add_argument("--only", metavar="KERNEL", help="one kernel (default: all)")
     parser.add_argument("--child", nargs=3, metavar="X", help=argparse.SUPPRESS)
     args = parser.parse_args(given)
     if args.child:
@@ -276,13 +299,18 @@ def main(given: Sequence[str] | None = None) -> int:
     folder = Path(os.environ.get("NVRTC_WHEELS") or ROOT / ".nvrtc")
     folder.mkdir(exist_ok=True)
     wanted, out = folder / "launches.json", folder / "out.json"
-    wanted.write_text(json.dumps(collect(CASES, DTYPES)), encoding="utf-8")
+    launches_of_all = in_8_bits()
+    if args.only != mma_gemm8._SOURCE.name:
+        launches_of_all += collect(CASES, DTYPES)
+    chosen = [launch for launch in launches_of_all if args.only in (None, launch.name)]
+    wanted.write_text(json.dumps(chosen), encoding="utf-8")
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for version in args.nvrtc or PACKAGES:
         # another process: a library that is loaded stays
         child = ["--child", str(library(version, folder)), str(wanted), str(out)]
         subprocess.run([sys.executable, "-m", "benchmarks.compile_table.cuda", *child], check=True, cwd=ROOT)
-        results[version] = json.loads(out.read_text(encoding="utf-8"))
+        made, before = json.loads(out.read_text(encoding="utf-8")), results.get(version, {})
+        results[version] = {card: (before.get(card, {}) if args.only else {}) | rows for card, rows in made.items()}
         results = {name: results[name] for name in PACKAGES if name in results}
         records.write(RESULTS, results)
         write_page(results)

@@ -21,7 +21,7 @@ ARITHMETIC = frozenset({"convolution", "linear", "attention"})
 _WORDS = [
     ("convolution", r"conv(?!ert)"),
     ("attention", r"attention|sdpa"),
-    ("linear", r"linear|matmul|mm$|mm_|einsum"),
+    ("linear", r"linear|matmul|mm$|mm_|einsum|geglu8"),
     ("group norm", r"group_norm"),
     ("layer norm", r"layer_norm"),
     ("GEGLU", r"gelu|geglu"),

@@ -9,7 +9,7 @@ from torch import fx
 from benchmarks.cards import least, loops, page
 from benchmarks.cards.published import CARDS, Card
 from sfast_ext.kernels.attention import attention
-from sfast_ext.kernels.pointwise import geglu
+from sfast_ext.kernels.pointwise import geglu, layer_norm
 
 # a loop within a loop: the inner one has an instruction of each unit, and a copy that no unit is told of
 CODE = """
@@ -31,6 +31,8 @@ CODE = """
 def test_the_inner_loop_is_counted_and_bound_by_the_tensor_cores() -> None:
     loop = loops.main_loop(CODE)
     assert loop == loops.Loop(5, 1, 1, 1, 1)
+    integers = loops.main_loop(CODE.replace("HMMA.16816.F32", "IMMA.16832.S8.S8"))
+    assert (integers.integers, integers.sums_in_float32, integers.tensor_clocks) == (1, 0, 32)
     assert (loop.tensor_clocks, loop.clocks, loop.of_the_tensor_cores) == (48, 48, 1.0)
 
 
@@ -51,6 +53,11 @@ def test_published_rates() -> None:
     # of NVIDIA's whitepapers: an RTX 3080 and an RTX 4090
     assert Card(86, 68, 1.71, 760.3).tflops == pytest.approx(59.5, abs=0.1)
     assert CARDS["GeForce RTX 4090"].tflops == pytest.approx(165.2, abs=0.1)
+    assert CARDS["GeForce RTX 2080 Ti"].tflops == pytest.approx(53.8, abs=0.1)
+    assert CARDS["GeForce RTX 3090"].tflops == pytest.approx(71, abs=0.5)
+    for card, tops in ((Card(86, 68, 1.71, 760.3), 238), (CARDS["GeForce RTX 4090"], 660.6)):
+        assert card.tops == pytest.approx(tops, abs=0.3)
+    assert CARDS["GeForce RTX 2080 Ti"].tops == pytest.approx(215.2, abs=0.1)
 
 
 def test_work_and_least_time_of_nodes() -> None:
@@ -95,13 +102,47 @@ def test_half_of_the_products_of_attention_to_many_keys_are_faster(keys: int, pa
     assert faster == pytest.approx(part * exact)
 
 
+def of_linear(rows: int, terms: int, of_norm: bool) -> least.Work:
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    normed = graph.call_function(layer_norm.launch if of_norm else geglu.launch, (x,))
+    flat = graph.call_function(torch.ops.aten.view.default, (normed, [rows, terms]))
+    node = graph.call_function(torch.ops.aten.linear.default, (flat, weight))
+    for each, size in ((normed, (1, rows, terms)), (flat, (rows, terms)), (weight, (96, terms)), (node, (rows, 96))):
+        each.meta["val"] = torch.empty(size, dtype=torch.float16, device="meta")
+    work = least.of_node(node)
+    assert work is not None
+    return work
+
+
+@pytest.mark.parametrize("of_norm", [False, True])
+def test_bytes_of_a_linear_layer_in_8_bits(of_norm: bool) -> None:
+    work = of_linear(256, 128, of_norm)
+    x, weight, out = 256 * 128, 96 * 128, 2 * 256 * 96
+    # a weight is read in both, activations are written in 8 bits by what reads them in half precision, or by the norm
+    assert work.bytes_in_8 == x + 3 * weight + out + (0 if of_norm else 3 * x)
+    card = Card(86, 1, 1.0, 1e6)  # 2.048 TOP/s
+    assert least.milliseconds([work], card, eight_bits=True)["linear"] == pytest.approx(work.flops / 2.048e9)
+    assert least.milliseconds([work], card)["linear"] == pytest.approx(4 * work.flops / 2.048e9)
+
+
+@pytest.mark.parametrize(("rows", "terms"), [(255, 128), (256, 96)])
+def test_products_that_stay_in_half_precision(rows: int, terms: int) -> None:
+    work = of_linear(rows, terms, False)
+    assert not work.bytes_in_8
+    card = Card(86, 1, 1.0, 1e6)
+    assert least.milliseconds([work], card, eight_bits=True) == least.milliseconds([work], card)
+
+
 def test_the_page_keeps_its_words(tmp_path) -> None:
     file = tmp_path / "cards.md"
     file.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
-    times = {name: {"exact": {"linear": 2.0}, "faster": {"linear": 1.0}} for name in CARDS}
+    ways = {"exact": 2.0, "faster": 1.0, "eight_bits": 0.5, "both": 0.25}
+    times = {name: {way: {"linear": ms} for way, ms in ways.items()} for name in CARDS}
     case = {"case": "sd15:512x512", "kinds": {"linear": {"nodes": 3, "gflop": 1.0, "gb": 0.1}}, "cards": times}
     row = {"kernel": "mma_gemm", "what": "linear", "capability": 86, **loops.Loop(5, 1, 1, 1, 1)._asdict()}
     page.write({"cases": [case], "kernels": [{**row, "clocks": 48, "useful": 1.0, "at_most": 0.91}]}, file)
     text = file.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-    assert "| linear | 3 | 1.0 | 0.10 | 2.00 / 1.00 |" in text and "| **2.0** / 1.0 |" in text and "| 91 % |" in text
+    assert "| linear | 3 | 1.0 | 0.10 | 2.00 / 1.00 / 0.50 / 0.25 |" in text and "| 91 % |" in text
+    assert "| **2.0** / 1.0 / 0.5 / 0.2 |" in text

@@ -72,6 +72,17 @@ def test_launches_are_those_of_a_plan_without_triton():
         assert launch.threads % 32 == 0 and launch.shared <= min(card.shared_of_block for card in cards)
 
 
+def test_products_in_8_bits_have_all_tiles_of_each_card():
+    launches = cuda.in_8_bits()
+    for capability, card in cuda.CARDS.items():
+        its = [launch for launch in launches if cuda.launched_on(launch, capability)]
+        tiles = {cuda.mma_gemm.tile_of(dict(launch.constants)) for launch in its}
+        known = capability >= 75
+        assert tiles == (set(cuda.mma8_tiles.shapes(divmod(capability, 10))) if known else set())
+        assert all(launch.shared <= card.shared_of_block for launch in its)
+        assert {dict(launch.constants)["EPILOGUE"] for launch in its} == ({0, 1, 2} if known else set())
+
+
 def test_products_are_launched_on_the_cards_whose_tiles_they_have():
     def launch(capability, half_sums):
         tile = cuda.mma_tiles.shapes(divmod(capability, 10), half_sums)[0]

@@ -7,11 +7,13 @@ import itertools
 
 import pytest
 
+from kernels.eight_bits import test_mma_gemm8
 from kernels.linear import test_mma_gemm
 
 THINNED = [
     function
-    for _, function in inspect.getmembers(test_mma_gemm, inspect.isfunction)
+    for module in (test_mma_gemm, test_mma_gemm8)
+    for _, function in inspect.getmembers(module, inspect.isfunction)
     if any(mark.name == "thinned" for mark in getattr(function, "pytestmark", ()))
 ]
 

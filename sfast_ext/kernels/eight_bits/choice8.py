@@ -10,9 +10,12 @@ from torch import Tensor
 
 from sfast_ext.kernels.backend.choices import Choices
 from sfast_ext.kernels.backend.triton_runtime import is_dry_run
+from sfast_ext.kernels.eight_bits import mma_gemm8, wgmma_gemm8
 from sfast_ext.kernels.linear.mma_choice import repeatable
 from sfast_ext.kernels.linear.mma_tiles import Tile
 
+SOURCES = (mma_gemm8._SOURCE, *wgmma_gemm8.SOURCES)
+"""What a product may launch."""
 EXPECTED = "the expected tile"
 """The name, among choices, of the tile that stands first: what runs a shape that was not measured."""
 

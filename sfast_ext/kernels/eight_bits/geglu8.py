@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend.registry import SLOWER, Declined, kernel
+from sfast_ext.kernels.backend.registry import SLOWER, Declined, kernel, require
 from sfast_ext.kernels.eight_bits import choice8, linear8, mma_gemm8, wgmma_gemm8
 from sfast_ext.kernels.linear import mma_gemm
 from sfast_ext.kernels.pointwise import geglu
@@ -33,7 +33,22 @@ def reference(
     return geglu.reference(linear8.scaled(x, x_scale, weight, weight_scale, bias), gate_first, approximate).to(dtype)
 
 
-@kernel(reference, any_source=True, cuda_sources=(mma_gemm8._SOURCE, wgmma_gemm8._SOURCE))
+def fallback(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    gate_first: bool = False,
+    approximate: str = "none",
+    dtype: torch.dtype = torch.float16,
+) -> Tensor:
+    """`reference` by PyTorch's product of integers if it takes them."""
+    product = linear8.scaled_by_pytorch(x, x_scale, weight, weight_scale, bias)
+    return geglu.reference(product, gate_first, approximate).to(dtype)
+
+
+@kernel(reference, fallback=fallback, any_source=True, cuda_sources=choice8.SOURCES)
 def launch(
     x: Tensor,
     x_scale: Tensor,
@@ -46,7 +61,8 @@ def launch(
 ) -> Tensor:
     """`reference` in one launch, by `wgmma_gemm8` on Hopper if that is profitable, else by `mma_gemm8`; operands as of
     `linear8.launch`, N a multiple of 8."""
-    unfit = wgmma_gemm8.accepts(x, x_scale, weight, weight_scale, bias, None)
+    require(None if approximate in ("none", "tanh") else "another approximation")
+    unfit = wgmma_gemm8.accepts(x, x_scale, weight, weight_scale, bias, None, dtype, geglu=True)
     if unfit is None and wgmma_gemm8.profitable(x, weight):
         return wgmma_gemm8.geglu(x, x_scale, weight, weight_scale, bias, gate_first, approximate, dtype)
     also_unfit = mma_gemm8.accepts_geglu(x, x_scale, weight, weight_scale, bias, approximate, dtype)

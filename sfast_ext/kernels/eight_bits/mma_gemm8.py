@@ -22,7 +22,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
 )
 from sfast_ext.kernels.eight_bits import mma8_tiles
 from sfast_ext.kernels.eight_bits.mma8_tiles import DEPTH
-from sfast_ext.kernels.linear import mma_gemm, mma_tiles
+from sfast_ext.kernels.linear import mma_gemm
 from sfast_ext.kernels.linear.mma_gemm import GEGLU, NOTHING, PLAIN, RESIDUAL, Epilogue
 from sfast_ext.kernels.linear.mma_tiles import Tile
 
@@ -87,9 +87,8 @@ def _accepts_sizes(
     dense = [each for each in (x_scale, weight_scale, bias, residual) if each is not None]
     if not is_dry_run() and not all(each.is_contiguous() for each in dense):
         return "scales, a bias or a residual that is not contiguous"
-    aligned = ((x, 16), (weight, 16), (weight_scale, 8), (bias, 4), (residual, 16))
-    if any(each is not None and each.data_ptr() % to for each, to in aligned):
-        return "operands that are not aligned"
+    if any(each is not None and each.data_ptr() % 16 for each in (x, weight, residual)):
+        return "operands or a residual that are not aligned to 16 bytes"
     rows = x.numel() // depth
     too_large = max(rows * depth, rows * columns, weight.numel()) >= _MAX_ELEMENTS or cdiv(rows, 64) > MAX_GRID_YZ
     return "too many elements" if too_large else None
@@ -188,7 +187,7 @@ def _prepared(
     residual: Tensor | None, *numbers: int, **constants: int,
 ) -> tuple[list[Any], int, int]:  # fmt: skip
     tile = mma_gemm.tile_of(constants)
-    shared = mma_tiles.shared_bytes(tile, constants["EPILOGUE"] == GEGLU)
+    shared = mma8_tiles.shared_bytes(tile, constants["EPILOGUE"] == GEGLU)
     operands = [out, x, x_scale, weight, weight_scale, bias, residual]
     return [*operands, *map(ctypes.c_int, numbers)], tile.threads, shared
 

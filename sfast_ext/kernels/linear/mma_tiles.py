@@ -73,24 +73,29 @@ def shapes(capability: tuple[int, int], half_sums: bool) -> list[Tile]:
     # a warp's 64 rows need all of its registers, with sums in half precision or Turing's smaller products even more
     narrow = half_sums or capability < AMPERE
     large = Tile(4, 2, 2, 160, 0, 1) if narrow else Tile(2, 2, 4, 160, 0, 2)
-    held = _TURING_BYTES if capability < AMPERE else _GEFORCE_BYTES if capability in GEFORCE else _BYTES
     # without cp.async registers hold what would be in a third stage
     most = 2 if capability < AMPERE else _MAX_STAGES
     whole = large, Tile(4, 1, 2, 80, 0, 2), Tile(2, 2, 2, 80, 0, 3)
     sliced = Tile(2, 2, 4, 160, 0, 1, 2), Tile(2, 2, 4, 80, 0, 1, 2), Tile(2, 1, 2, 80, 0, 1, 2)
-    in_slices = (_staged(tile, held, most) for tile in (sliced[1:] if narrow else sliced))
+    room = held(capability)
+    in_slices = (_staged(tile, room, most) for tile in (sliced[1:] if narrow else sliced))
     return [
-        *(_staged(tile, held, most) for tile in whole),
+        *(_staged(tile, room, most) for tile in whole),
         # a second stage alone does not hide the loads
         *(tile for tile in in_slices if tile.stages >= min(most, 3)),
     ]
 
 
-def _staged(tile: Tile, held: int, most: int) -> Tile:
+def held(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that the blocks of a multiprocessor can have."""
+    return _TURING_BYTES if capability < AMPERE else _GEFORCE_BYTES if capability in GEFORCE else _BYTES
+
+
+def _staged(tile: Tile, room: int, most: int) -> Tile:
     """With as many stages as leave room for its blocks, two at least."""
     for stages in range(most, 2, -1):
         staged = tile._replace(stages=stages)
-        if tile.resident * shared_bytes(staged, pairs=False) <= held:
+        if tile.resident * shared_bytes(staged, pairs=False) <= room:
             return staged
     return tile._replace(stages=2)
 

@@ -93,6 +93,42 @@ def test_the_reference_is_rounded_once_and_leaves_the_residual() -> None:
 
 
 @each
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(5, 32, 96), (40, 32, 96), (40, 48, 36)])
+def test_the_fallback_computes_the_reference(kernel, device, rows, columns, depth) -> None:
+    """On a GPU, the second is by PyTorch's product of integers; no kernel takes any of them."""
+    given = tuple(each.to(device) for each in operands(rows, columns, depth))
+    residual = [torch.ones(rows, columns, device=device).half()] if kernel is linear8 else []
+    for call in (kernel.fallback, kernel.launch):
+        y = call(*given, *residual)
+        torch.testing.assert_close(y, kernel.reference(*given, *residual), atol=2e-3, rtol=2e-3)
+    assert all(bool((each == 1).all()) for each in residual)
+
+
+def test_integers_that_pytorch_multiplies(monkeypatch) -> None:
+    """As on a GPU that does, and on one that does not."""
+    given, asked = operands(40, 32, 96), []
+    product, probe = torch._int_mm, linear8._multiplies_integers.__wrapped__
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: (asked.append(a.shape), product(a, b))[-1])
+    assert probe(torch.device("cpu")) and asked == [(32, 32)]
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(linear8, "_multiplies_integers", lambda device: True)
+    torch.testing.assert_close(linear8.fallback(*given), linear8.reference(*given))
+    assert asked[1:] == [(40, 96)]
+    few = given[0][:16], given[1][:16], *given[2:]
+    torch.testing.assert_close(linear8.fallback(*few), linear8.reference(*few))
+    monkeypatch.setattr(linear8, "_multiplies_integers", lambda device: False)
+    linear8.fallback(*given)
+    assert len(asked) == 2
+
+    def refuse(a: Tensor, b: Tensor) -> Tensor:
+        raise RuntimeError("not compiled for this platform")
+
+    monkeypatch.setattr(torch, "_int_mm", refuse)
+    assert not probe(torch.device("cpu"))
+
+
+@each
 def test_what_is_declined_is_computed_by_the_reference(kernel) -> None:
     """On a CPU all is; the residual stays."""
     before = registry.declined().get(kernel.launch.name, {})
@@ -117,8 +153,8 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
         return run
 
     refused = "not here" if request.param == "refused" else None
-    monkeypatch.setattr(wgmma_gemm8, "accepts", lambda *given: refused)
-    monkeypatch.setattr(wgmma_gemm8, "profitable", lambda x, weight: request.param is None)
+    monkeypatch.setattr(wgmma_gemm8, "accepts", lambda *given, **flags: refused)
+    monkeypatch.setattr(wgmma_gemm8, "profitable", lambda x, weight: request.param != "slower")
     monkeypatch.setattr(wgmma_gemm8, "linear", stand_in("linear", linear8.reference))
     monkeypatch.setattr(wgmma_gemm8, "geglu", stand_in("geglu", geglu8.reference))
     return request.param, found

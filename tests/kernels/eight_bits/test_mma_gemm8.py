@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 A100, AMPERE, TURING = (8, 0), (8, 6), (7, 5)
 TILES = [(AMPERE, 0), (AMPERE, 2), (AMPERE, 3), (TURING, 1), (TURING, 4), (A100, 3), (AMPERE, 4)]
-PAIRS = [(AMPERE, 0), (AMPERE, 1), (TURING, 1), (A100, 3), (TURING, 4)]
+PAIRS = [(AMPERE, 0), (AMPERE, 1), (A100, 3), (TURING, 4)]
 """With an even number of tiles of columns for a warp, which values and gates need."""
 WARP = Tile(1, 1, 1, 16, 2, 1)
 """A single one: as quick on a CPU as can be."""
@@ -123,7 +123,7 @@ def test_linear(device, tile, dtype, shape, with_bias, with_residual):
     assert bool(around[:8].isnan().all() and around[-8:].isnan().all())
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(5)
 @each_tile(PAIRS)
 @each_dtype
 @pytest.mark.parametrize("shape", [(130, 272, 1), (64, 640, 1), (3, 16, 2), (1, 128, 2)], ids=str)
@@ -206,7 +206,7 @@ def test_tiles_fit_every_card(capability):
     assert len(shapes) >= 5
     for tile in shapes:
         assert mma_gemm.tile_of(mma_gemm8.constants(tile, torch.float16)) == tile
-        assert all(tile.resident * mma_tiles.shared_bytes(tile, pairs) <= held for pairs in (False, True))
+        assert all(tile.resident * mma8_tiles.shared_bytes(tile, pairs) <= held for pairs in (False, True))
 
 
 @pytest.mark.parametrize(
@@ -232,11 +232,12 @@ def test_the_tile_with_the_least_work_for_a_multiprocessor_stands_first(
     assert all(each.width // each.across // 8 % 2 == 0 for each in pairs)
 
 
-CARDS = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]
+CARDS = [(7, 5), (8, 6), (9, 0), (12, 0)]
+"""Registers on others are in docs/generated/cuda.md."""
 KINDS = ["linear", "residual", "geglu"]
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capability", CARDS, ids=str)
@@ -249,8 +250,8 @@ def test_mma_gemm8_compiles(monkeypatch, tmp_path, capability, number, kind, dty
         pytest.skip("values and gates need an even number of tiles of columns")
     given = mma_gemm8.constants(tile, dtype, mma_gemm.Epilogue(KINDS.index(kind)))
     architecture = f"sm_{capability[0]}{capability[1]}{'a' * (capability >= (9, 0))}"
-    # three registers of the largest tile, before the products
-    spilled = 12 if capability == (12, 0) and number == 0 else 0
+    # ten registers of the largest tile, before the products and after them
+    spilled = 40 if capability == (12, 0) and number == 0 else 0
     registers, fixed = built("mma_gemm8", given, spilled, architecture)
     assert tile.resident * registers * tile.threads <= REGISTERS and fixed == 0
 
@@ -289,8 +290,13 @@ def test_what_it_does_not_take(device):
     assert told(x_scale=x_scale[:4]) and told(x_scale=x_scale[:, None]) and told(weight_scale=weight_scale[:8])
     assert told(x_scale=x_scale.repeat_interleave(2)[::2]) and told(weight_scale=weight_scale.repeat_interleave(2)[::2])
     assert told(bias=bias[:8]) and told(residual=residual[:4]) and told(residual=residual.t().contiguous().t())
-    assert told(bias=torch.cat([bias, bias])[1:17], x_scale=x_scale)  # not aligned
-    assert told(weight_scale=torch.cat([weight_scale] * 2)[1:17])
+    # vectors need not be aligned
+    assert not told(bias=torch.cat([bias, bias])[1:17]) and not told(weight_scale=torch.cat([weight_scale] * 2)[1:17])
+    for name in ("x", "weight"):
+        own = getattr(given, name)
+        moved = torch.cat([own.flatten(), own.flatten()])[8 : 8 + own.numel()].view(own.shape)
+        assert moved.is_contiguous() and told(**{name: moved})
+    assert told(residual=torch.cat([residual.flatten(), residual.flatten()])[4:84].view(5, 16))
     # 32 and 96 of K are no whole stage
     for depth in (32, 96):
         assert told(x=x[:, :depth].contiguous(), weight=weight[:, :depth].contiguous())
@@ -298,6 +304,16 @@ def test_what_it_does_not_take(device):
     assert mma_gemm8.accepts_geglu(*given, bias, "sigmoid", half)
     few = given._replace(weight=weight[:8], weight_scale=weight_scale[:8])
     assert mma_gemm8.accepts(*few, None, None, half) is None and mma_gemm8.accepts_geglu(*few, None, "none", half)
+
+
+def test_vectors_that_are_not_aligned(device):
+    given = operands(20, 16, 64, device)
+    moved = given._replace(
+        x_scale=torch.cat([given.x_scale] * 2)[1:21], weight_scale=torch.cat([given.weight_scale] * 2)[1:17]
+    )
+    bias = randn(33, dtype=torch.float16, device=device)[1:17]
+    y = mma_gemm8.linear(*moved, bias, torch.float16, tile=WARP)
+    close(y, product(moved, bias), product(moved, None), bias)
 
 
 def test_activations_that_are_not_contiguous(device):
@@ -308,7 +324,7 @@ def test_activations_that_are_not_contiguous(device):
     close(y, product(given, None), product(given, None))
 
 
-@pytest.mark.parametrize("capability", [(7, 0), (7, 2), *CARDS, (8, 7), (10, 0), (12, 1)], ids=str)
+@pytest.mark.parametrize("capability", [(7, 0), (7, 2), *CARDS, (8, 0), (8, 7), (8, 9), (10, 0), (12, 1)], ids=str)
 def test_cards_it_is_for(monkeypatch, capability):
     monkeypatch.setattr(nvrtc, "unsupported", lambda device: None)
     monkeypatch.setattr(nvrtc, "bindings", lambda: nvrtc.Bindings(object(), object()))
@@ -318,7 +334,7 @@ def test_cards_it_is_for(monkeypatch, capability):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("capability", [TURING, A100, AMPERE], ids=str)
+@pytest.mark.parametrize("capability", [TURING, A100, AMPERE], ids=["7.5", "8.0", "8.6"])
 @each_dtype
 @pytest.mark.parametrize("shape", [*LINEARS, *((m, 2 * n, k) for m, n, k in GATED_LINEARS), (77, 640, 2048)], ids=str)
 def test_sizes_of_models(monkeypatch, capability, dtype, shape):
