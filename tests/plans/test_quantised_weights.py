@@ -127,6 +127,7 @@ def test_a_recorded_run_follows_them_too(monkeypatch):
             x, y = inputs()
             assert equal(run(x, y), g.wanted(x, y))
         # weights and banks at other addresses: the machine's tensors get other memory, as by a move
+        old = [tensor.detach() for tensor in g.root.buffers()]  # which stays, and holds other values
         for name, tensor in list(g.root.named_buffers()):
             if name.startswith(("weight", "rows", "scales", "digests")):
                 tensor.data = tensor.clone()
@@ -135,6 +136,7 @@ def test_a_recorded_run_follows_them_too(monkeypatch):
         assert equal(run(x, y), g.wanted(x, y)) and not decided
         assert not torch.equal(g.root.get_buffer("rows1"), before["rows1"])
         assert torch.equal(g.root.get_buffer("rows2"), before["rows2"])
+        assert len(old) == 4 * len(SHAPES)
 
 
 def test_it_takes_no_memory_and_its_results_are_the_banks():
