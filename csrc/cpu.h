@@ -98,7 +98,7 @@ inline float shuffle_xor(float x, int lanes) {
 
 inline unsigned shuffle_xor(unsigned x, int lanes) { return bits_of_float(shuffle_xor(float_of_bits(x), lanes)); }
 
-inline bool any_lane(bool x) {
+inline bool any_of_warp(bool x) {
   unsigned any = x;
   for (int lanes = 16; lanes > 0; lanes /= 2) any |= shuffle_xor(any, lanes);
   return any;

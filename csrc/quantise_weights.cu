@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     const int group = table.groups[entry];
     const Word now = digest_of(row, group, lane);
     // a launch on another stream may have written it between the reads of two lanes
-    if (!any_lane(now != before)) continue;
+    if (!any_of_warp(now != before)) continue;
     if (lane == 0) *digest = 0;
     __threadfence();
     __syncwarp();

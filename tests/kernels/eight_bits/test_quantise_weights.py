@@ -341,7 +341,7 @@ def test_on_a_cpu_pytorch_does_the_same():
 def test_an_interrupted_launch_leaves_no_digest_of_other_codes():
     """The digest is erased before, and stored after: as the source has it, since no launch ends early here."""
     source = (quantise_weights.nvrtc.SOURCES / "quantise_weights.cu").read_text()
-    kernel = source[source.index("any_lane(now != before)") :]
+    kernel = source[source.index("any_of_warp(now != before)") :]
     order = [kernel.index(text) for text in ("*digest = 0", "quantise(row", "*digest = now")]
     fences = [n for n in range(len(kernel)) if kernel.startswith("__threadfence()", n)]
     assert order == sorted(order) and order[0] < fences[0] < order[1] < fences[1] < order[2]
