@@ -189,8 +189,9 @@ def _accepts_devices(entries: list[_Entry]) -> Iterator[str | None]:
     """Reasons, of tensors whose dtypes are known to fit."""
     for entry in entries:
         yield cuda_tier.accepts(SOURCE, entry.weight)
-        bank = (entry.row, entry.scale, entry.digest)
-        if not is_dry_run() and any(x.device != entries[0].weight.device or type(x) is not Tensor for x in bank):
+        bank, device = entry[1:4], entries[0].weight.device
+        apart = entry.weight.device != device or any(x.device != device for x in bank)
+        if not is_dry_run() and (apart or any(type(x) is not Tensor for x in bank)):
             yield "tensors of several devices, or of a subclass of Tensor"
 
 

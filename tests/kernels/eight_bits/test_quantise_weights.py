@@ -376,6 +376,20 @@ def test_what_it_does_not_take(reason, monkeypatch):
     assert quantise_weights.accepts([HALF_MATRIX], *([x] for x in BANK), [64]) is None
 
 
+def test_tensors_of_several_devices(monkeypatch):
+    monkeypatch.setattr(quantise_weights.nvrtc.Source, "supported", lambda source, device: True)
+    banks = [[x] * 2 for x in BANK]
+    away = HALF_MATRIX.to("meta")
+    assert quantise_weights.accepts([HALF_MATRIX] * 2, *banks, [0, 0]) is None
+    assert "several devices" in str(quantise_weights.accepts([HALF_MATRIX, away], *banks, [0, 0]))
+    for place, x in enumerate(BANK):
+        others = [*banks]
+        others[place] = [x, x.to("meta")]
+        assert "several devices" in str(quantise_weights.accepts([HALF_MATRIX] * 2, *others, [0, 0]))
+        others[place] = [x, torch.nn.Parameter(x, requires_grad=False)]
+        assert "a subclass" in str(quantise_weights.accepts([HALF_MATRIX] * 2, *others, [0, 0]))
+
+
 def test_nothing_to_do():
     assert quantise_weights.launch([], [], [], [], []) == []
 
