@@ -191,7 +191,7 @@ def _accepts_devices(entries: list[_Entry]) -> Iterator[str | None]:
         yield cuda_tier.accepts(SOURCE, entry.weight)
         bank, device = entry[1:4], entries[0].weight.device
         apart = entry.weight.device != device or any(x.device != device for x in bank)
-        if not is_dry_run() and (apart or any(type(x) is not Tensor for x in bank)):
+        if not is_dry_run() and (apart or any(type(x) not in (Tensor, torch.nn.Parameter) for x in bank)):
             yield "tensors of several devices, or of a subclass of Tensor"
 
 

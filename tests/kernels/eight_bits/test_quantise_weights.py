@@ -387,6 +387,8 @@ def test_tensors_of_several_devices(monkeypatch):
         others[place] = [x, x.to("meta")]
         assert "several devices" in str(quantise_weights.accepts([HALF_MATRIX] * 2, *others, [0, 0]))
         others[place] = [x, torch.nn.Parameter(x, requires_grad=False)]
+        assert quantise_weights.accepts([HALF_MATRIX] * 2, *others, [0, 0]) is None
+        others[place] = [x, x.as_subclass(type("Other", (Tensor,), {}))]
         assert "a subclass" in str(quantise_weights.accepts([HALF_MATRIX] * 2, *others, [0, 0]))
 
 
