@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.kernels import eight_bits
+from benchmarks.kernels import quantisers
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.conv import conv2d, narrow_conv
@@ -294,7 +294,7 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
             yield from function(operands)
 
 
-for _name, _function in eight_bits.CASES.items():
+for _name, _function in quantisers.CASES.items():
     _of(_name)(functools.partial(_function, case=_case))
 
 

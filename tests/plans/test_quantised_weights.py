@@ -13,6 +13,7 @@ from torch import fx, nn
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
+from sfast_ext.kernels.linear import linear_accumulate
 from sfast_ext.passes import rewrite
 from sfast_ext.passes.cse import cse
 from sfast_ext.passes.rewrite import aten
@@ -168,6 +169,15 @@ def test_banks_that_a_graph_makes_live_as_long_as_they_are_read():
     graph.output(end)
     # while the last is made: the second row, what lies between, and itself
     assert graph_facts.peak_bytes(graph) == 256 + 1000 + 1
+
+
+def test_a_sum_may_be_given_by_name():
+    graph = fx.Graph()
+    x, weight, total = map(graph.placeholder, ("x", "weight", "total"))
+    by_name = graph.call_function(linear_accumulate.launch, (x, weight), {"out_sum": total})
+    by_place = graph.call_function(linear_accumulate.launch, (x, weight, total))
+    assert graph_facts._base(by_name) is graph_facts._base(by_place) is total
+    assert graph_facts._base(graph.call_function(linear_accumulate.launch, (x, weight))) is None
 
 
 def test_what_it_writes_is_not_read_before_a_kernel_waits():

@@ -1,1 +1,1 @@
-"""Products of 8 bits, and the kernels that write their operands."""
+"""Products of 8-bit integers: what makes their operands, and the products themselves."""

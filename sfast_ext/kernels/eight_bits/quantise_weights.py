@@ -59,13 +59,14 @@ def reference(
 
 
 def in_place(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, groups: Sequence[int]) -> list[Tensor]:
-    """As `launch`, by PyTorch."""
+    """As `launch`, by PyTorch, which quantises all rows: without a branch, so that it can be recorded."""
     for weight, row, scale, digest, group in zip(weights, rows, scales, digests, groups, strict=True):
         now = digest_of_rows(weight, group)
-        changed = (now != digest).nonzero().squeeze(-1)
-        if len(changed):
-            row[changed], scale[changed] = quantise_rows.reference(weight[changed], group)
-            digest[changed] = now[changed]
+        changed = now != digest
+        q, new_scale = quantise_rows.reference(weight, group)
+        row.copy_(torch.where(changed[:, None], q, row))
+        scale.copy_(torch.where(changed, new_scale, scale))
+        digest.copy_(now)
     return list(rows)
 
 

@@ -11,6 +11,12 @@ from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.kernels.eight_bits import layer_norm8
 from sfast_ext.kernels.pointwise import layer_norm
 
+
+@pytest.fixture
+def device(quantiser_device):
+    return quantiser_device
+
+
 SHAPES = [(63, 30), (1, 1), (3, 7, 320), (190, 40), (5, 1000), (2, 3, 1280), (1, 8192), (4,), (1, 640), (3, 77)]
 
 

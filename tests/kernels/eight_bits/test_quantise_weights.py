@@ -16,6 +16,11 @@ from sfast_ext.kernels.backend import launch_log, registry
 from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
 
 
+@pytest.fixture
+def device(quantiser_device):
+    return quantiser_device
+
+
 class Bank(NamedTuple):
     weights: list[Tensor]
     rows: list[Tensor]
