@@ -73,7 +73,7 @@ NARROW_CONVOLUTIONS = [(2, c, size, size, k) for size in (64, 128) for c, k in (
 
 @dataclass
 class Case:
-    """One kernel at one shape; both calls return a tensor, or a tuple or list of them."""
+    """One kernel at one shape; both calls return a tensor or a tuple of them."""
 
     kernel: str
     shape: str
@@ -89,10 +89,9 @@ class Case:
 
 def _case(kernel: str, shape: str, composition: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Case:
     record = KERNELS[kernel]
-    given = [a if isinstance(a, list) else [a] for a in [*args, *kwargs.values()]]
-    tensors = [a for each in given for a in each if isinstance(a, Tensor)]
+    tensors = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
     out = record.reference(*args, **kwargs)
-    outputs = out if isinstance(out, (tuple, list)) else (out,)
+    outputs = out if isinstance(out, tuple) else (out,)
 
     def target() -> Any:
         wide = {name: _wide(value) for name, value in kwargs.items() if name != "out_dtype"}
