@@ -3,9 +3,9 @@
 python -m benchmarks.compile_table.cuda                    # every NVRTC
 python -m benchmarks.compile_table.cuda --nvrtc 12.1.105   # results of others stay as they are
 
-Constants are those of the launches of whole UNets without Triton, and of kernels of 8 bits. Registers, spills and
-shared memory are what the compiler says. Occupancy follows from them and from the card's limits (CUDA C++ Programming
-Guide, "Compute Capabilities").
+Constants are those of the launches of whole UNets without Triton. Registers, spills and shared memory are what the
+compiler says. Occupancy follows from them and from the card's limits (CUDA C++ Programming Guide, "Compute
+Capabilities").
 """
 
 from __future__ import annotations
