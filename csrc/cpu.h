@@ -98,6 +98,12 @@ inline float shuffle_xor(float x, int lanes) {
 
 inline unsigned shuffle_xor(unsigned x, int lanes) { return bits_of_float(shuffle_xor(float_of_bits(x), lanes)); }
 
+inline bool any_of_warp(bool x) {
+  unsigned any = x;
+  for (int lanes = 16; lanes > 0; lanes /= 2) any |= shuffle_xor(any, lanes);
+  return any;
+}
+
 inline unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
   return (unsigned long long)((unsigned __int128)x * y >> 64);
 }

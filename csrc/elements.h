@@ -46,6 +46,8 @@ __device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl
 __device__ __forceinline__ unsigned shuffle_xor(unsigned x, int lanes) {
   return __shfl_xor_sync(0xffffffffu, x, lanes);
 }
+// Whether it is so for any lane of a warp.
+__device__ __forceinline__ bool any_of_warp(bool x) { return __any_sync(0xffffffffu, x); }
 #endif
 
 enum { kFloat16, kBFloat16, kFloat32 };

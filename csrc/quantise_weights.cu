@@ -136,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     row.aligned = table.aligned[entry / 32] >> (entry % 32) & 1;
     const int group = table.groups[entry];
     const Word now = digest_of(row, group, lane);
-    if (now == before) continue;
-    __syncwarp();  // all lanes have read it
+    // a launch on another stream may have written it between the reads of two lanes
+    if (!any_of_warp(now != before)) continue;
     if (lane == 0) *digest = 0;
     __threadfence();
     __syncwarp();

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from benchmarks.compile_table.compiler import SHARED
-from benchmarks.kernels import quantising
+from benchmarks.kernels import quantisers
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
 from sfast_ext.kernels.backend import nvrtc, size_prediction, triton_runtime
@@ -67,9 +67,9 @@ def of_eight_bits(dtype: torch.dtype) -> list[size_prediction.Call]:
         return size_prediction.Shape(size, (*size[1:], 1), kind)
 
     found: list[tuple[Any, tuple[Any, ...]]] = []
-    for rows, columns, group in quantising.ROWS:
+    for rows, columns, group in quantisers.ROWS:
         found += [(quantise_rows, (shape(rows, columns), each)) for each in (0, group)]
-    for rows, columns in quantising.NORM_ROWS:
+    for rows, columns in quantisers.NORM_ROWS:
         x, vector = shape(rows, columns), shape(columns)
         found += [(layer_norm8, (x, vector, vector, 1e-5)), (add_layer_norm8, (x, x, vector, vector, 1e-5))]
     bank = shape(640, 640, kind=torch.int8), shape(640, kind=torch.float32), shape(640, kind=torch.int64)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import records
-from benchmarks.kernels import quantising
+from benchmarks.kernels import quantisers
 from benchmarks.kernels.run import measure
 from sfast_ext.kernels.eight_bits import add_layer_norm8, layer_norm8, quantise_rows, quantise_weights
 from sfast_ext.kernels.pointwise import add_layer_norm, layer_norm
@@ -84,7 +84,7 @@ def activations(rows: int, columns: int, dtype: torch.dtype) -> list[dict[str, A
 
 def weights(dtype: torch.dtype) -> list[dict[str, Any]]:
     """The rows of all weights of SDXL's transformer blocks: unchanged, and all changed."""
-    given = quantising.bank(quantising.BLOCKS, dtype, "cuda")
+    given = quantisers.bank(quantisers.BLOCKS, dtype, "cuda")
     tensors, rows, scales, digests, groups = given
     count, shape = sum(weight.numel() for weight in tensors), f"{len(tensors)} weights"
     quantise_weights.launch(*given)
@@ -107,7 +107,7 @@ def weights(dtype: torch.dtype) -> list[dict[str, Any]]:
 def sweep(dtype: torch.dtype) -> list[dict[str, Any]]:
     """Other blocks of a multiprocessor, and other loads at a time, for the weights of SDXL."""
     found = []
-    given = quantising.bank(quantising.BLOCKS, dtype, "cuda")
+    given = quantisers.bank(quantisers.BLOCKS, dtype, "cuda")
     size = 2 * sum(weight.numel() for weight in given[0])
     for warps, blocks, loads in SWEEP:
         values = {"_WARPS": warps, "_BLOCKS": blocks, "_LOADS": loads}

@@ -85,14 +85,14 @@ def _given_memory(node: fx.Node) -> Any:
     """The argument of a kernel whose memory its result takes, or the list of those whose memory its results take; None
     if there is none, or it is not given."""
     kernel = registry.of(node.target)
-    return None if kernel is None or kernel.writes is None else _argument(node, kernel, kernel.writes)
+    return None if kernel is None or kernel.writes is None else _given(kernel, node, kernel.writes)
 
 
-def _argument(node: fx.Node, kernel: registry.Kernel[..., Any], place: int) -> Any:
-    """An argument of a kernel, None if it is not given."""
+def _given(kernel: registry.Kernel[..., Any], node: fx.Node, place: int) -> Any:
+    """The argument at a place, by position or by name; None if there is none."""
     if place < len(node.args):
         return node.args[place]
-    return node.kwargs.get(list(inspect.signature(kernel.function).parameters)[place])
+    return node.kwargs.get(list(inspect.signature(kernel).parameters)[place])
 
 
 def readonly(graph_module: fx.GraphModule, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -102,7 +102,7 @@ def readonly(graph_module: fx.GraphModule, tensors: Iterable[torch.Tensor]) -> l
         kernel = registry.of(node.target)
         if kernel is not None:
             places = kernel.updates if kernel.writes is None else (kernel.writes, *kernel.updates)
-            fx.node.map_arg([_argument(node, kernel, place) for place in places], found.append)
+            fx.node.map_arg([_given(kernel, node, place) for place in places], found.append)
     names = [str(node.target) for node in found if node.op == "get_attr"]
     written = {id(operator.attrgetter(name)(graph_module)) for name in names}
     return [x for x in tensors if id(x) not in written]

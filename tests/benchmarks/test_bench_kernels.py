@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.kernels import cases as kernel_cases
-from benchmarks.kernels import quantising
+from benchmarks.kernels import quantisers
 from benchmarks.kernels import run as bench_kernels
 
 
@@ -32,7 +32,7 @@ def small(monkeypatch):
     for name, values in shapes.items():
         monkeypatch.setattr(kernel_cases, name, values)
     for name, rows in {"ROWS": [(6, 192, 64)], "NORM_ROWS": [(6, 32)], "BLOCKS": [(64, 1)]}.items():
-        monkeypatch.setattr(quantising, name, rows)
+        monkeypatch.setattr(quantisers, name, rows)
     torch.manual_seed(0)
 
 
@@ -41,7 +41,7 @@ def all_cases():
 
 
 def flat(out):
-    return out if isinstance(out, (tuple, list)) else (out,)
+    return out if isinstance(out, tuple) else (out,)
 
 
 def test_every_kernel_has_cases_and_all_ways_agree():

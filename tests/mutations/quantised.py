@@ -13,7 +13,7 @@ _PLAN = "plans/test_quantised_weights.py::"
 MUTATIONS = [
     Mutation(
         "rows that changed, by PyTorch", _WEIGHTS,
-        "(now != digest)", "(digest == 0)",
+        "changed = now != digest", "changed = digest == 0",
         (_TEST + "test_on_a_cpu_pytorch_does_the_same",),
     ),
     Mutation(

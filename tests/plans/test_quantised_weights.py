@@ -13,6 +13,7 @@ from torch import fx, nn
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
+from sfast_ext.kernels.linear import linear_accumulate
 from sfast_ext.passes import rewrite
 from sfast_ext.passes.cse import cse
 from sfast_ext.passes.rewrite import aten
@@ -127,6 +128,7 @@ def test_a_recorded_run_follows_them_too(monkeypatch):
             x, y = inputs()
             assert equal(run(x, y), g.wanted(x, y))
         # weights and banks at other addresses: the machine's tensors get other memory, as by a move
+        old = [tensor.detach() for tensor in g.root.buffers()]  # which stays, and holds other values
         for name, tensor in list(g.root.named_buffers()):
             if name.startswith(("weight", "rows", "scales", "digests")):
                 tensor.data = tensor.clone()
@@ -135,6 +137,7 @@ def test_a_recorded_run_follows_them_too(monkeypatch):
         assert equal(run(x, y), g.wanted(x, y)) and not decided
         assert not torch.equal(g.root.get_buffer("rows1"), before["rows1"])
         assert torch.equal(g.root.get_buffer("rows2"), before["rows2"])
+        assert len(old) == 4 * len(SHAPES)
 
 
 def test_it_takes_no_memory_and_its_results_are_the_banks():
@@ -166,6 +169,15 @@ def test_banks_that_a_graph_makes_live_as_long_as_they_are_read():
     graph.output(end)
     # while the last is made: the second row, what lies between, and itself
     assert graph_facts.peak_bytes(graph) == 256 + 1000 + 1
+
+
+def test_a_sum_may_be_given_by_name():
+    graph = fx.Graph()
+    x, weight, total = map(graph.placeholder, ("x", "weight", "total"))
+    by_name = graph.call_function(linear_accumulate.launch, (x, weight), {"out_sum": total})
+    by_place = graph.call_function(linear_accumulate.launch, (x, weight, total))
+    assert graph_facts._base(by_name) is graph_facts._base(by_place) is total
+    assert graph_facts._base(graph.call_function(linear_accumulate.launch, (x, weight))) is None
 
 
 def test_what_it_writes_is_not_read_before_a_kernel_waits():

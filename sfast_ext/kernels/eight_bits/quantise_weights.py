@@ -59,13 +59,14 @@ def reference(
 
 
 def in_place(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, groups: Sequence[int]) -> list[Tensor]:
-    """As `launch`, by PyTorch."""
+    """As `launch`, by PyTorch, which quantises all rows: without a branch, so that it can be recorded."""
     for weight, row, scale, digest, group in zip(weights, rows, scales, digests, groups, strict=True):
         now = digest_of_rows(weight, group)
-        changed = (now != digest).nonzero().squeeze(-1)
-        if len(changed):
-            row[changed], scale[changed] = quantise_rows.reference(weight[changed], group)
-            digest[changed] = now[changed]
+        changed = now != digest
+        q, new_scale = quantise_rows.reference(weight, group)
+        row.copy_(torch.where(changed[:, None], q, row))
+        scale.copy_(torch.where(changed, new_scale, scale))
+        digest.copy_(now)
     return list(rows)
 
 
@@ -189,8 +190,9 @@ def _accepts_devices(entries: list[_Entry]) -> Iterator[str | None]:
     """Reasons, of tensors whose dtypes are known to fit."""
     for entry in entries:
         yield cuda_tier.accepts(SOURCE, entry.weight)
-        bank = (entry.row, entry.scale, entry.digest)
-        if not is_dry_run() and any(x.device != entries[0].weight.device or type(x) is not Tensor for x in bank):
+        bank, device = entry[1:4], entries[0].weight.device
+        apart = entry.weight.device != device or any(x.device != device for x in bank)
+        if not is_dry_run() and (apart or any(type(x) not in (Tensor, torch.nn.Parameter) for x in bank)):
             yield "tensors of several devices, or of a subclass of Tensor"
 
 

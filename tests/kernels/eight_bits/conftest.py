@@ -1,4 +1,4 @@
-"""Where these kernels run: built by the host's C++ compiler on a CPU, or on a card."""
+"""Where kernels that write 8 bits run: built by the host's C++ compiler on a CPU, or on a card."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sfast_ext.kernels.backend import nvrtc, registry
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """That of the operands. A kernel that declines them fails the test."""
+def quantiser_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """That of the operands of kernels that write 8 bits. A kernel that declines them fails the test."""
     if request.param == "cpu":
         if kernels.interpreted():
             pytest.skip("the interpreter's run is of Triton's kernels, these run without TRITON_INTERPRET")

@@ -9,6 +9,12 @@ from sfast_ext.kernels.backend import registry
 from sfast_ext.kernels.eight_bits import add_layer_norm8
 from sfast_ext.kernels.pointwise import add_layer_norm, layer_norm
 
+
+@pytest.fixture
+def device(quantiser_device):
+    return quantiser_device
+
+
 VECTORS = [(), ("shift",), ("post_bias",), ("shift", "post_bias")]
 
 

@@ -12,6 +12,12 @@ from kernels.support import half_dtype, randn
 from sfast_ext.kernels.backend import registry
 from sfast_ext.kernels.eight_bits import quantise_rows
 
+
+@pytest.fixture
+def device(quantiser_device):
+    return quantiser_device
+
+
 SHAPES = [(320,), (1, 640), (5, 1280), (2, 3, 2560), (17, 40), (7, 30), (3, 77), (2, 1), (33, 8), (1, 10240), (9, 1288)]
 ROTATED = [(5, 320, 64), (3, 640, 128), (1, 1280, 256), (6, 2560, 256), (2, 5120, 128), (1, 10240, 256), (4, 64, 64)]
 ROTATED += [(3, 192, 64), (2, 384, 128), (5, 768, 256), (1, 1280, 64)]

@@ -16,6 +16,11 @@ from sfast_ext.kernels.backend import launch_log, registry
 from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
 
 
+@pytest.fixture
+def device(quantiser_device):
+    return quantiser_device
+
+
 class Bank(NamedTuple):
     weights: list[Tensor]
     rows: list[Tensor]
@@ -293,6 +298,24 @@ def test_bits_of_digests_are_even():
     assert bool(((share.view(320, 16, 64).mean((0, 2)) - 0.5).abs() < 0.05).all())
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0, None], ids=str)
+def test_no_two_changes_of_bits_cancel(value):
+    """Of a row of zeros, of equal values, and at random: the changes of the digest by each bit, and by each two bits of
+    different packs, are all different, and none is the negative of another."""
+    row = (torch.randn(1, 64) if value is None else torch.full((1, 64), value)).half().view(torch.int16)
+    places = torch.arange(64 * 16)
+    many = row.repeat(len(places), 1)
+    many[places, places // 16] ^= (1 << places % 16).to(torch.int16)
+    change = quantise_weights.digest_of_rows(many.view(torch.float16)) - quantise_weights.digest_of_rows(
+        row.view(torch.float16)
+    )
+    both = change[:, None] + change
+    packs = places // 128
+    pairs = both[(packs[:, None] < packs)]
+    found = torch.cat([change, -change, pairs, -pairs])
+    assert len(found) > 900_000 and len(found.unique()) == len(found) and bool(found.all())
+
+
 def test_it_is_a_sum_of_products_of_128_bits():
     weight = torch.randn(3, 29).half()
     found = []
@@ -323,7 +346,7 @@ def test_on_a_cpu_pytorch_does_the_same():
 def test_an_interrupted_launch_leaves_no_digest_of_other_codes():
     """The digest is erased before, and stored after: as the source has it, since no launch ends early here."""
     source = (quantise_weights.nvrtc.SOURCES / "quantise_weights.cu").read_text()
-    kernel = source[source.index("if (now == before) continue") :]
+    kernel = source[source.index("any_of_warp(now != before)") :]
     order = [kernel.index(text) for text in ("*digest = 0", "quantise(row", "*digest = now")]
     fences = [n for n in range(len(kernel)) if kernel.startswith("__threadfence()", n)]
     assert order == sorted(order) and order[0] < fences[0] < order[1] < fences[1] < order[2]
@@ -356,6 +379,22 @@ def test_what_it_does_not_take(reason, monkeypatch):
     monkeypatch.setattr(quantise_weights.nvrtc.Source, "supported", lambda source, device: True)
     assert reason in str(quantise_weights.accepts(*REFUSED[reason]))
     assert quantise_weights.accepts([HALF_MATRIX], *([x] for x in BANK), [64]) is None
+
+
+def test_tensors_of_several_devices(monkeypatch):
+    monkeypatch.setattr(quantise_weights.nvrtc.Source, "supported", lambda source, device: True)
+    banks = [[x] * 2 for x in BANK]
+    away = HALF_MATRIX.to("meta")
+    assert quantise_weights.accepts([HALF_MATRIX] * 2, *banks, [0, 0]) is None
+    assert "several devices" in str(quantise_weights.accepts([HALF_MATRIX, away], *banks, [0, 0]))
+    for place, x in enumerate(BANK):
+        others = [*banks]
+        others[place] = [x, x.to("meta")]
+        assert "several devices" in str(quantise_weights.accepts([HALF_MATRIX] * 2, *others, [0, 0]))
+        others[place] = [x, torch.nn.Parameter(x, requires_grad=False)]
+        assert quantise_weights.accepts([HALF_MATRIX] * 2, *others, [0, 0]) is None
+        others[place] = [x, x.as_subclass(type("Other", (Tensor,), {}))]
+        assert "a subclass" in str(quantise_weights.accepts([HALF_MATRIX] * 2, *others, [0, 0]))
 
 
 def test_nothing_to_do():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels.eight_bits import quantise_rows
+from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
 
 # rows, columns, and how many are rotated together; batch 2, the last three are SDXL's
 ROWS = [(8192, 320, 64), (2048, 1280, 256), (2048, 2560, 256), (512, 5120, 256)]
@@ -70,8 +72,8 @@ def _torch_add_layer_norm8(
     return total, *_torch_layer_norm8(total, weight, bias, eps)
 
 
-def _torch_quantise_weights(weights: Any, rows: Any, scales: Any, digests: Any, groups: Any) -> list[Tensor]:
-    return [torch_quantise_rows(weight, group)[0] for weight, group in zip(weights, groups)]
+def _torch_quantise_weights(weights: Any, rows: Any, scales: Any, digests: Any, groups: Any) -> tuple[Tensor, ...]:
+    return tuple(torch_quantise_rows(weight, group)[0] for weight, group in zip(weights, groups))
 
 
 MakeCase = Callable[[str, str, Callable[..., Any], list[Any], dict[str, Any]], Any]
@@ -85,9 +87,27 @@ def _quantise_rows(o: Any, case: MakeCase) -> Iterator[Any]:
 
 
 def _quantise_weights(o: Any, case: MakeCase) -> Iterator[Any]:
+    """Of a block, unchanged but for the first call; what must be read."""
     for channels, _ in BLOCKS:
-        operands = bank([(channels, 1)], o.dtype, o.device)
-        yield case("quantise_weights", f"a block of {channels}", _torch_quantise_weights, operands, {})
+        given = bank([(channels, 1)], o.dtype, o.device)
+        weights = given[0]
+        yield replace(
+            case("quantise_rows", f"a block of {channels}", torch_quantise_rows, [weights[0], 0], {}),
+            kernel="quantise_weights",
+            ours=functools.partial(_launched, *given),
+            torch=functools.partial(_torch_quantise_weights, *given),
+            target=functools.partial(_target, *given),
+            bytes=sum(weight.numel() * weight.element_size() for weight in weights),
+            composition=(_torch_quantise_weights, given, {}),
+        )
+
+
+def _launched(*given: Any) -> tuple[Tensor, ...]:
+    return tuple(quantise_weights.launch(*given))
+
+
+def _target(weights: Any, *given: Any) -> tuple[Tensor, ...]:
+    return tuple(quantise_weights.reference([weight.double() for weight in weights], *given))
 
 
 def _layer_norm8(o: Any, case: MakeCase) -> Iterator[Any]:
