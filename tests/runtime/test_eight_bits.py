@@ -436,6 +436,27 @@ def test_memory_that_goes_to_the_host_and_comes_back(card: Card) -> None:
     assert on.count("captures") == 1
 
 
+def test_banks_that_get_memory_have_digests_of_no_row(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    on = On(CARD, "cuda")
+    for _ in range(3):
+        on.call()
+    # what an allocator gives may be anything, as what was there before
+    before = [bank.digests.clone() for bank in on.plan.banks]
+    pool_of(GPU).make_room(on.acc.report)
+    real = torch.empty_like
+
+    def found(x: Tensor, **options: Any) -> Tensor:
+        made = real(x, **options)
+        like = [digests for digests in before if digests.shape == x.shape and digests.dtype == x.dtype]
+        return made.copy_(like[0]) if like else made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", found)
+        on.acc.arena.banks.occupy()
+    assert all(not bank.digests.any() for bank in on.plan.banks)
+    assert on.error() < 0.05
+
+
 def test_what_is_short_of_memory_finds_the_second_copy(card: Card) -> None:
     on = On(CARD, "cuda")
     for _ in range(3):
