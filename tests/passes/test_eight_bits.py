@@ -382,6 +382,18 @@ def test_values_that_are_not_finite_keep_a_layer() -> None:
     assert count(after_an_attention, x)[1]["linear8"] == 0
 
 
+def test_defaults_of_torch_do_not_matter() -> None:
+    module = Block().to(HALF)
+    on = traced(module, TOKENS, PROMPT)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert rewritten(on)["linear8"] == 5
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert on.error() < 0.05
+
+
 def test_a_layer_of_zeros_is_exact() -> None:
     module = Wrapped(after_a_norm)
     nn.init.zeros_(module.one.weight)
