@@ -8,6 +8,7 @@ _PASS = "passes/test_eight_bits.py::"
 _PLANS = "runtime/test_eight_bits.py::"
 _LEFT_ALONE = (_PASS + "test_others_are_left_alone",)
 _SIZES = (_PASS + "test_sizes_that_the_kernels_do_not_take_or_that_do_not_pay",)
+_WIDTHS = (_PASS + "test_widths_that_the_kernels_take",)
 _COMPARED = (_PLANS + "test_weights_are_asked_for_at_the_first_call_of_a_generation_and_compared_if_they_changed",)
 _ROOM = (_PLANS + "test_too_little_memory_for_the_second_copy",)
 _CARD = (_PLANS + "test_what_a_card_must_have",)
@@ -29,7 +30,8 @@ MUTATIONS = [
         "if not is_weight(weight) or len(size) != 2", "if len(size) != 2", _LEFT_ALONE,
     ),
     Mutation("products of few rows", "passes/eight_bits.py", "< MIN_ROWS", "< 0", _SIZES),
-    Mutation("sizes of 8-bit products", "passes/eight_bits.py", "or size[1] % MULTIPLE", "", _SIZES),
+    Mutation("columns of 8-bit products", "passes/eight_bits.py", "if columns % MULTIPLE or", "if", _WIDTHS),
+    Mutation("depths of 8-bit products", "passes/eight_bits.py", "or size[1] % MULTIPLE", "", _WIDTHS),
     Mutation(
         "other readers of a norm that is quantised", "passes/eight_bits.py",
         "set(x.users) == {c.node for c in some} and", "",
@@ -81,7 +83,12 @@ MUTATIONS = [
     ),
     Mutation(
         "the result of a plan whose weights changed", "runtime/call_server.py",
-        "if self._is_compared(lookup):", "if False:", _COMPARED,
+        "if self._is_compared(lookup):", "if False:",
+        (_PLANS + "test_weights_are_asked_for_now_and_then_without_generations",),
+    ),
+    Mutation(
+        "the result of a speculative replay whose weights changed", "runtime/call_server.py",
+        "and not self._is_compared(launched):", ":", _COMPARED,
     ),
     Mutation(
         "layers that are selected anew", "runtime/eight_bits.py",

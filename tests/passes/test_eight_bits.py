@@ -269,6 +269,15 @@ def test_others_are_left_alone(body: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("width", "columns", "taken"), [(64, 96, True), (64, 80, False), (80, 64, False), (96, 32, True), (48, 64, False)]
+)
+def test_widths_that_the_kernels_take(width: int, columns: int, taken: bool) -> None:
+    module = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, columns), nn.SiLU())
+    on = traced(module, randn(2, 160, width))
+    assert rewritten(on)["linear8"] == taken
+
+
+@pytest.mark.parametrize(
     "x",
     [randn(2, 100, C), randn(255, C), randn(2, 160, 48), randn(2, 160, 80), randn(1, 7, C)],
     ids=["200 rows", "255 rows", "48 columns", "80 columns", "7 rows"],
