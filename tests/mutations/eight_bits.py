@@ -15,8 +15,8 @@ _CARD = (_PLANS + "test_what_a_card_must_have",)
 
 MUTATIONS = [
     Mutation(
-        "weights in 8 bits of other values", "kernels/eight_bits/quantise_weights.py",
-        "changed = now != digest", "changed = digest == 0",
+        "weights in 8 bits of other values", "passes/eight_bits.py",
+        "call(graph, operator.getitem, (fresh, i), rows), scales", "rows, scales",
         (_PASS + "test_values_that_change_in_place_are_followed",),
     ),
     Mutation(
@@ -30,8 +30,8 @@ MUTATIONS = [
         "if not is_weight(weight) or len(size) != 2", "if len(size) != 2", _LEFT_ALONE,
     ),
     Mutation("products of few rows", "passes/eight_bits.py", "< MIN_ROWS", "< 0", _SIZES),
-    Mutation("columns of 8-bit products", "passes/eight_bits.py", "if columns % MULTIPLE or", "if", _WIDTHS),
-    Mutation("depths of 8-bit products", "passes/eight_bits.py", "or size[1] % MULTIPLE", "", _WIDTHS),
+    Mutation("columns of 8-bit products", "passes/eight_bits.py", "if columns % COLUMNS or", "if", _WIDTHS),
+    Mutation("depths of 8-bit products", "passes/eight_bits.py", "or size[1] % DEPTH", "", _WIDTHS),
     Mutation(
         "other readers of a norm that is quantised", "passes/eight_bits.py",
         "set(x.users) == {c.node for c in some} and", "",
