@@ -145,9 +145,4 @@ MUTATIONS = [
         "if not chosen and plan.generation_of_use < number - KEPT_UNUSED:", "if False:",
         (_PLANS + "test_plans_that_nobody_asks_for_any_more_are_dropped_with_their_memory",),
     ),
-    Mutation(
-        "memory of results that lie in banks", "plans/graph_facts.py",
-        "or _written(sources[0])", "",
-        (_PASS + "test_weights_are_quantised_once_at_the_top_and_their_memory_is_no_result",),
-    ),
 ]  # fmt: skip

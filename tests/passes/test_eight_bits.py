@@ -142,11 +142,13 @@ def test_weights_are_quantised_once_at_the_top_and_their_memory_is_no_result() -
     calls = [node for node in on.graph.nodes if node.op == "call_function"]
     assert calls[0] is fresh
     assert [len(each) for each in fresh.args] == [6] * 5
-    assert graph_facts._results(fresh, 0, {fresh: 1, **dict.fromkeys(fresh.users, 1)}) is not None
-    assert all(graph_facts._base(user) is fresh for user in fresh.users)
-    assert graph_facts._base(fresh) is fresh.args[1][0]
-    held = 2 * TOKENS.numel() * 4 * 2
-    assert graph_facts.peak_bytes(on.graph) < 6 * held
+    needed = graph_facts.peak_bytes(on.graph)
+    # whatever their size
+    for rows, taken in zip(fresh.args[1], fresh.users, strict=True):
+        rows.meta["val"] = taken.meta["val"] = torch.empty(1 << 20, 1 << 10, dtype=torch.int8, device="meta")
+    fresh.meta["val"] = tuple(rows.meta["val"] for rows in fresh.args[1])
+    assert graph_facts.peak_bytes(on.graph) == needed
+
 
 
 def test_values_that_change_in_place_are_followed() -> None:

@@ -40,7 +40,7 @@ def rotated(x: Tensor, group: int) -> Tensor:
 
 def hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The orthonormal Walsh-Hadamard matrix (Sylvester's order), which is symmetric and its own inverse."""
-    matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+    matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return (matrix / size**0.5).to(device, dtype)
