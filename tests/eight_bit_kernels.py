@@ -34,7 +34,7 @@ def available(patch: pytest.MonkeyPatch, *, by_triton: bool = False) -> None:
         return supported(kernel, device, triton=triton)
 
     patch.setattr(Kernel, "supported", there)
-    patch.setattr(quantise_weights.launch, "fallback", quantised_in_place)
+    patch.setattr(quantise_weights.launch, "function", quantised_in_place)
 
 
 def quantised_in_place(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from mutations import Mutation
 
 _PASS = "passes/test_eight_bits.py::"
+_SELECTION = "passes/test_eight_bits_selection.py::"
 _PLANS = "runtime/test_eight_bits.py::"
+_MEMORY = "runtime/test_eight_bits_memory.py::"
 _LEFT_ALONE = (_PASS + "test_others_are_left_alone",)
 _SIZES = (_PASS + "test_sizes_that_the_kernels_do_not_take_or_that_do_not_pay",)
 _WIDTHS = (_PASS + "test_widths_that_the_kernels_take",)
 _COMPARED = (_PLANS + "test_weights_are_asked_for_at_the_first_call_of_a_generation_and_compared_if_they_changed",)
-_ROOM = (_PLANS + "test_too_little_memory_for_the_second_copy",)
+_ROOM = (_MEMORY + "test_too_little_memory_for_the_second_copy",)
 _CARD = (_PLANS + "test_what_a_card_must_have",)
 
 MUTATIONS = [
@@ -45,12 +47,12 @@ MUTATIONS = [
     Mutation(
         "layers whose error is large", "passes/eight_bits_selection.py",
         "if not error.least <= LIMIT", "if False",
-        (_PASS + "test_layers_with_outliers_are_rotated_if_that_helps_and_kept_if_not",),
+        (_SELECTION + "test_layers_with_outliers_are_rotated_if_that_helps_and_kept_if_not",),
     ),
     Mutation(
         "layers whose error is no number", "passes/eight_bits_selection.py",
         "if not error.least <= LIMIT", "if error.least > LIMIT",
-        (_PASS + "test_values_that_are_not_finite_keep_a_layer",),
+        (_SELECTION + "test_values_that_are_not_finite_keep_a_layer",),
     ),
     Mutation(
         "room for a second copy of weights", "passes/eight_bits.py",
@@ -69,17 +71,22 @@ MUTATIONS = [
     ),
     Mutation(
         "weights of another checkpoint in 8 bits", "runtime/eight_bits.py",
-        "if now not in plan.compared_weights:", "if False:",
+        "if state not in plan.compared_weights:", "if False:",
         (*_COMPARED, _PLANS + "test_another_checkpoint_in_place_has_its_layers_selected_anew"),
     ),
     Mutation(
         "the first call of a generation in 8 bits", "runtime/eight_bits.py",
-        "return plan.weights_due or", "return", _COMPARED,
+        "elif plan.weights_due or", "elif", _COMPARED,
     ),
     Mutation(
         "calls in 8 bits without generations", "runtime/eight_bits.py",
         "or plan.replays % CALLS_BETWEEN_CHECKS == CALLS_BETWEEN_CHECKS - 1", "",
         (_PLANS + "test_weights_are_asked_for_now_and_then_without_generations",),
+    ),
+    Mutation(
+        "inputs of less noise in 8 bits", "runtime/eight_bits.py",
+        "if plan.replays == SECOND_LOOK:", "if False:",
+        (_PLANS + "test_a_plan_is_compared_again_with_an_input_of_less_noise",),
     ),
     Mutation(
         "the result of a plan whose weights changed", "runtime/call_server.py",
@@ -98,32 +105,32 @@ MUTATIONS = [
     Mutation(
         "memory of banks that goes to the host", "weights/arena.py",
         "self.banks.vacate()", "pass",
-        (_PLANS + "test_memory_that_goes_to_the_host_and_comes_back",),
+        (_MEMORY + "test_memory_that_goes_to_the_host_and_comes_back",),
     ),
     Mutation(
         "banks without memory", "runtime/plan_runner.py",
         "if plan.banks and context.arena.banks.vacant:", "if False:",
-        (_PLANS + "test_memory_that_goes_to_the_host_and_comes_back",),
+        (_MEMORY + "test_memory_that_goes_to_the_host_and_comes_back",),
     ),
     Mutation(
         "banks without values", "weights/banks.py",
         "tensors[2].zero_()", "pass",
-        (_PLANS + "test_banks_that_get_memory_have_digests_of_no_row",),
+        (_MEMORY + "test_banks_that_get_memory_have_digests_of_no_row",),
     ),
     Mutation(
         "a second copy of weights while memory is short", "plans/graph_pool.py",
         "banks.vacate()", "pass",
-        (_PLANS + "test_what_is_short_of_memory_finds_the_second_copy",),
+        (_MEMORY + "test_what_is_short_of_memory_finds_the_second_copy",),
     ),
     Mutation(
         "a second copy of weights next to an original that is short of memory", "plans/graph_pool.py",
         "or any(len(banks) and not banks.vacant for banks in self.spare)", "",
-        (_PLANS + "test_an_original_that_runs_out_of_memory_gets_that_of_the_second_copy",),
+        (_MEMORY + "test_an_original_that_runs_out_of_memory_gets_that_of_the_second_copy",),
     ),
     Mutation(
         "memory that ends while 8 bits are prepared", "runtime/plan_builder.py",
         "if not lookup.key.eight_bits: raise", "raise",
-        (_PLANS + "test_memory_that_ends_while_the_plan_is_made",),
+        (_MEMORY + "test_memory_that_ends_while_the_plan_is_made",),
     ),
     Mutation(
         "memory that the model needs itself", "runtime/plan_builder.py",
