@@ -61,8 +61,8 @@ KERNELS = (
 MIN_ROWS = 256
 """Of a product: with fewer it takes no longer than its weight takes to be read, which is read in half precision as
 well, to be quantised."""
-MULTIPLE = 32
-"""Of rows and columns of a weight, as the kernels take them."""
+COLUMNS, DEPTH = 32, 64
+"""What the rows and the columns of a weight are multiples of, as the kernels take them."""
 _PRODUCTS = LINEAR | {linear_geglu.launch, linear_accumulate.launch}
 _VIEWS = RESHAPE | PERMUTE | overloads("transpose.int", "contiguous")
 
@@ -158,7 +158,7 @@ def match(node: fx.Node, pinned: set[fx.Node]) -> Candidate | None:
     pair = is_op(user, (geglu.launch,)) and user not in pinned and dtype(user) == kind
     result = user if pair and user is not None else node
     columns = size[0] // 2 if is_op(result, (geglu.launch, linear_geglu.launch)) else size[0]
-    if columns % MULTIPLE or size[1] % MULTIPLE or math.prod((shape(x) or ())[:-1]) < MIN_ROWS:
+    if columns % COLUMNS or size[1] % DEPTH or math.prod((shape(x) or ())[:-1]) < MIN_ROWS:
         return None
     norm = norm_of(x)
     if norm is None and not is_op(x, (geglu.launch, linear_geglu.launch)) and not is_attention(x, pinned):

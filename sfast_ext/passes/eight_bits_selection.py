@@ -189,7 +189,7 @@ def rounded(rows: Tensor) -> Tensor:
 
 def hadamard(size: int, device: torch.device) -> Tensor:
     """The orthonormal Walsh-Hadamard matrix."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return (matrix / size**0.5).to(device)

@@ -73,6 +73,8 @@ class Plan:
         is quantised."""
         self.weights_due = False
         """Whether the next run asks if quantised weights changed, see `runtime.eight_bits`."""
+        self.weights_state: torch.Tensor | None = None
+        """Their state, if the last run asked."""
         self.compared_weights: set[int] = set()
         """Their states with which a comparison went well."""
         self.no_graph_reason: str | None = None
@@ -255,7 +257,8 @@ class Plan:
         try:
             if self.banks and self.pool is not None:
                 # their memory goes back to the allocator, and the last launch may still read it
-                torch.cuda.synchronize(self.device)
+                with self.pool.lock:
+                    torch.cuda.synchronize(self.device)
             self.drop_graph()
         finally:
             self.state = DROPPED

@@ -20,6 +20,7 @@ from sfast_ext.kernels.backend import precompile
 from sfast_ext.plans.payback import PAID_AFTER, CaptureBackoff, RareCalls, Stopwatch
 from sfast_ext.preparation import Interrupted
 from sfast_ext.report import at, current, rehearsing, stage
+from sfast_ext.runtime.eight_bits import is_due
 from sfast_ext.runtime.failures import Failures
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_builder import OriginalRun, PlanBuilder
@@ -120,9 +121,9 @@ class CallServer:
         return self._runner.run(lookup, lambda: self.run_original(*args, **kwargs))
 
     def _is_compared(self, lookup: Lookup) -> bool:
-        """Whether a plan is to be compared with the original before its result is used, as the run showed: quantised
-        weights are others."""
-        return not lookup.compared and lookup.plan is not None and bool(lookup.plan.banks) and lookup.plan.compare_again
+        """Whether a plan is to be compared with the original before its result is used, as the run showed."""
+        plan = lookup.plan
+        return plan is not None and bool(plan.banks) and not lookup.compared and is_due(plan)
 
     def _edit(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Change the arguments as the original forward would have done, in place of which a plan ran."""

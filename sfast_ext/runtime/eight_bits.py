@@ -25,6 +25,8 @@ ATTEMPTS = 3
 """Plans of one call that are made with 8 bits, each with more layers in half precision, before one is made without."""
 _FIRST_PAUSE, _MAX_PAUSE = 4, 64
 """Generations until 8 bits are tried again, after the first time that it did not work and at most."""
+SECOND_LOOK = 10
+"""The call of a plan that is compared again: the noise of its input is less than that of an image's first step."""
 CALLS_BETWEEN_CHECKS = 32
 """After so many calls of a plan, and with the first of a generation, it is asked whether quantised weights changed."""
 
@@ -130,22 +132,26 @@ def unsupported(device: torch.device, dtypes: set[torch.dtype]) -> Reason | None
     return None
 
 
-def check_is_due(plan: Plan) -> bool:
-    """Whether `check_weights` is due after this run of a plan."""
-    return plan.weights_due or plan.replays % CALLS_BETWEEN_CHECKS == CALLS_BETWEEN_CHECKS - 1
-
-
-def check_weights(plan: Plan) -> None:
-    """Ask whether quantised weights changed since the last comparison that went well, and have the plan compared again
-    if so. Waits for the device. The plan has just run on the current stream.
-    """
-    plan.weights_due = False
-    now = state_of_weights(plan)
-    if now not in plan.compared_weights:
+def look(plan: Plan) -> None:
+    """See whether a plan, which has just run on the current stream, is to be compared again. Does not wait for the
+    device; `is_due` says what was found."""
+    if plan.replays == SECOND_LOOK:
         plan.compare_again = True
+    elif plan.weights_due or plan.replays % CALLS_BETWEEN_CHECKS == CALLS_BETWEEN_CHECKS - 1:
+        plan.weights_state = state_of_weights(plan)
 
 
-def state_of_weights(plan: Plan) -> int:
+def is_due(plan: Plan) -> bool:
+    """Whether the result of a plan's run is not to be used before a comparison: its quantised weights are others than
+    those of comparisons that went well, or it is to be compared once more. Waits for the device if `look` asked."""
+    if plan.weights_state is not None:
+        state, plan.weights_state, plan.weights_due = int(plan.weights_state), None, False
+        if state not in plan.compared_weights:
+            plan.compare_again = True
+    return plan.compare_again
+
+
+def state_of_weights(plan: Plan) -> torch.Tensor:
     """A number for the values of all quantised weights of a plan that has just run on the current stream."""
-    return int(torch.cat([bank.digests for bank in plan.banks]).sum())
+    return torch.cat([bank.digests for bank in plan.banks]).sum()
 

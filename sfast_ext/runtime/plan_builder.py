@@ -309,7 +309,7 @@ class PlanBuilder:
             self._cache.reject(key, refusal)
             return None
         if plan.banks and plan.error is not None:
-            plan.compared_weights.add(state_of_weights(plan))
+            plan.compared_weights.add(int(state_of_weights(plan)))
         return plan
 
     def _spare_bytes(self, device: torch.device) -> int | None:

@@ -13,7 +13,7 @@ from sfast_ext.call_signature import Call, flatten_output, rebuild_output
 from sfast_ext.plans.payback import Stopwatch
 from sfast_ext.plans.plan import Plan
 from sfast_ext.report import current, words_of
-from sfast_ext.runtime.eight_bits import check_is_due, check_weights, state_of_weights
+from sfast_ext.runtime.eight_bits import look, state_of_weights
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_finder import Lookup
@@ -56,8 +56,8 @@ class PlanRunner:
         watch = Stopwatch(plan.device) if self._is_timed(plan) else None
         with self.guard(plan):
             outputs = self.outputs(plan, lookup.call)
-            if plan.banks and not lookup.compared and self._context.config.check != "never" and check_is_due(plan):
-                check_weights(plan)
+            if plan.banks and not lookup.compared and self._context.config.check != "never":
+                look(plan)
         if watch is not None:
             self._time(lookup, watch)
         if lookup.compared:
@@ -81,7 +81,7 @@ class PlanRunner:
         refusal = Comparison(plan, outputs, references, self._context.config, run_original).difference()
         if refusal is None:
             if plan.banks:
-                plan.compared_weights.add(state_of_weights(plan))
+                plan.compared_weights.add(int(state_of_weights(plan)))
         elif plan.banks:
             self._cache.drop(lookup.key)
             self._context.model.eight_bits.exceeded(lookup.key.model, refusal, self._context.report)

@@ -13,8 +13,8 @@ from torch import nn
 from sfast_ext.tools.lib import models
 
 CONTEXT = 8
-CHANNELS = {"small": 8, "wide": 32, "tokens": 32}
-"""Of the nets of each kind that is no UNet; `mma_gemm` and 8-bit integers take those of 32."""
+CHANNELS = {"small": 8, "wide": 32, "tokens": 64}
+"""Of the nets of each kind that is no UNet; `mma_gemm` takes those of 32, 8-bit integers those of 64."""
 CPU = torch.device("cpu")
 
 

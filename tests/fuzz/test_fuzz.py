@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 
+import eight_bit_kernels
 import hypothesis
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from pretended_card import pretended_card
 
 from fuzz import __main__ as soak
-from fuzz import machine, own_products, state_events
+from fuzz import ground, machine, own_products, state_events
 from fuzz.compare import Wrong
 from fuzz.world import World
 from sfast_ext.behaviour import reader, surroundings
@@ -107,6 +108,28 @@ def test_the_kernels_of_a_card_wherever_they_can_be(tmp_path):
         found = {float(chooser.run(device, f"{n}x32x32", lambda: own, ours)) for n in range(8)}
         assert float(chooser.run(device, "alone", lambda: own, {})) == 0
     assert found == {1, 2} and chosen.total() == 9 and chosen["linear: torch"] == 1
+
+
+def test_weights_in_8_bits_are_those_of_the_twin(tmp_path):
+    file = tmp_path / "soak.json"
+    command = ["--events", "40", "--seed", "3", "--model", "tokens", "--eight-bits", "--json", str(file)]
+    assert soak.main(command) == 0
+    result = json.loads(file.read_text())
+    assert result["eight_bits"] > 30 and not result["faults"]
+
+
+def test_rows_that_are_quantised_once_and_never_again_are_found(monkeypatch):
+    real = eight_bit_kernels.digest_of
+    eight_bit_kernels.available(monkeypatch)
+    monkeypatch.setattr(eight_bit_kernels, "digest_of", lambda weight: torch.ones_like(real(weight)))
+    w = World("tokens", 5, ground.with_eight_bits(ground.CPU))
+    machine.play(w, "another_call", 0)
+    try:
+        with pytest.raises(Wrong, match="are stale"):
+            w.both(lambda m: m.blocks[0].ff.weight.mul_(1.01))
+            w.check()
+    finally:
+        w.undo()
 
 
 def test_the_soak_names_the_command_that_plays_a_failure_again(tmp_path, monkeypatch, capsys):

@@ -49,6 +49,7 @@ def every() -> list[Mutation]:
     from mutations import (
         calls,
         effects,
+        eight_bits,
         files,
         forges,
         graphs,
@@ -80,4 +81,5 @@ def every() -> list[Mutation]:
         *forges.MUTATIONS,
         *files.MUTATIONS,
         *hosts.MUTATIONS,
+        *eight_bits.MUTATIONS,
     ]

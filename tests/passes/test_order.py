@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+import eight_bit_kernels
 import pytest
 import torch
 from torch import Tensor, nn
@@ -249,6 +250,12 @@ class Outcome:
 @functools.lru_cache(maxsize=None)
 def in_order(net: str) -> Outcome:
     return Outcome(net, PASSES)
+
+
+@pytest.fixture(autouse=True)
+def eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever Triton is there."""
+    eight_bit_kernels.available(monkeypatch, by_triton=True)
 
 
 @pytest.fixture

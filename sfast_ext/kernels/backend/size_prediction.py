@@ -148,8 +148,8 @@ def _levels(size: Size) -> Iterator[Size]:
 
 
 def _scaled(shape: Shape, levels: dict[Size, Size]) -> Shape:
-    """A feature map (N, C, H, W), or one flattened to (N, L, C) or (N, heads, L, D), at another size; other shapes as
-    they are.
+    """A feature map (N, C, H, W), or one flattened to (N, L, C) or (N, heads, L, D), or numbers for each of its pixels,
+    (N, L) in float32, at another size; other shapes as they are.
 
     Strides over all pixels are scaled; strides within a pixel, as of queries next to keys and values, stay.
     """
@@ -163,6 +163,11 @@ def _scaled(shape: Shape, levels: dict[Size, Size]) -> Shape:
         pixels, step = size[-2], stride[-2]
         size[-2] = wanted
         others = range(len(size))
+    elif len(size) == 2 and shape.dtype == torch.float32 and (wanted := _lengths(levels).get(size[-1], 0)):
+        # the scales of rows of 8-bit integers
+        pixels, step = size[-1], stride[-1]
+        size[-1] = wanted
+        others = range(1)
     else:
         return shape
     for dim in others:

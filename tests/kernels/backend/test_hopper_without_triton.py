@@ -178,8 +178,8 @@ def test_plans_have_it_if_it_is_chosen(bound: None, case: Case, monkeypatch: pyt
         with launches._card(capability):
             return case.kernel.launch.supported(GPU, triton=False)
 
-    # GEGLU's product has another kernel on GeForce and A100, products of 8 bits on every card; attention is the library's
-    # if ours is not supported
+    # GEGLU's product has another kernel on GeForce and A100, products of 8 bits on every card; attention is the
+    # library's if ours is not supported
     library, any_card = case.kernel is attention, case.kernel in EIGHT_BITS
     assert served(90) and served(89) == served(80) == (library or any_card or case.kernel is linear_geglu)
     assert served(100) == (library or any_card)

@@ -152,6 +152,14 @@ def test_heads_as_large_as_a_latent_are_no_image():
     assert scaled(heads(8 * 8), (64, 64), (96, 72)) == size_prediction._value(heads(12 * 9))
 
 
+def test_scales_of_rows_follow_the_pixels():
+    scales = empty(2, 64 * 64).float()
+    assert scaled(scales, (64, 64), (96, 72)) == size_prediction._value(empty(2, 96 * 72).float())
+    # an embedding, or another dtype
+    assert scaled(empty(2, 1280).float(), (64, 64), (96, 72)).size == (2, 1280)
+    assert scaled(empty(2, 64 * 64).half(), (64, 64), (96, 72)).size == (2, 64 * 64)
+
+
 def test_a_weight_as_large_as_an_image_stays():
     weight = empty(1280, 1280, 3, 3)
     assert scaled(weight, (24, 24), (32, 32), weight=True) == size_prediction._value(weight, True)

@@ -1,0 +1,155 @@
+"""What keeps plans with 8-bit integers from being stale, far off or in the way."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+_PASS = "passes/test_eight_bits.py::"
+_SELECTION = "passes/test_eight_bits_selection.py::"
+_PLANS = "runtime/test_eight_bits.py::"
+_MEMORY = "runtime/test_eight_bits_memory.py::"
+_LEFT_ALONE = (_PASS + "test_others_are_left_alone",)
+_SIZES = (_PASS + "test_sizes_that_the_kernels_do_not_take_or_that_do_not_pay",)
+_WIDTHS = (_PASS + "test_widths_that_the_kernels_take",)
+_COMPARED = (_PLANS + "test_weights_are_asked_for_at_the_first_call_of_a_generation_and_compared_if_they_changed",)
+_ROOM = (_MEMORY + "test_too_little_memory_for_the_second_copy",)
+_CARD = (_PLANS + "test_what_a_card_must_have",)
+
+MUTATIONS = [
+    Mutation(
+        "weights in 8 bits of other values", "passes/eight_bits.py",
+        "call(graph, operator.getitem, (fresh, i), rows), scales", "rows, scales",
+        (_PASS + "test_values_that_change_in_place_are_followed",),
+    ),
+    Mutation(
+        "inputs that nothing quantises where they are written", "passes/eight_bits.py",
+        "if norm is None and not is_op(x, (geglu.launch, linear_geglu.launch)) and not is_attention(x, pinned):",
+        "if False:",
+        _LEFT_ALONE,
+    ),
+    Mutation(
+        "weights that are computed", "passes/eight_bits.py",
+        "if not is_weight(weight) or len(size) != 2", "if len(size) != 2", _LEFT_ALONE,
+    ),
+    Mutation("products of few rows", "passes/eight_bits.py", "< MIN_ROWS", "< 0", _SIZES),
+    Mutation("columns of 8-bit products", "passes/eight_bits.py", "if columns % COLUMNS or", "if", _WIDTHS),
+    Mutation("depths of 8-bit products", "passes/eight_bits.py", "or size[1] % DEPTH", "", _WIDTHS),
+    Mutation(
+        "other readers of a norm that is quantised", "passes/eight_bits.py",
+        "set(x.users) == {c.node for c in some} and", "",
+        (_PASS + "test_what_writes_the_input_quantises_it",),
+    ),
+    Mutation(
+        "rare calls in 8 bits", "passes/eight_bits.py",
+        "if selection is None or ctx.most_bytes is not None:", "if selection is None:",
+        (_PASS + "test_nothing_without_the_setting_without_kernels_or_for_rare_calls",),
+    ),
+    Mutation(
+        "layers whose error is large", "passes/eight_bits_selection.py",
+        "if not error.least <= LIMIT", "if False",
+        (_SELECTION + "test_layers_with_outliers_are_rotated_if_that_helps_and_kept_if_not",),
+    ),
+    Mutation(
+        "layers whose error is no number", "passes/eight_bits_selection.py",
+        "if not error.least <= LIMIT", "if error.least > LIMIT",
+        (_SELECTION + "test_values_that_are_not_finite_keep_a_layer",),
+    ),
+    Mutation(
+        "room for a second copy of weights", "passes/eight_bits.py",
+        "if selection.room is not None and", "if False and",
+        (_PASS + "test_too_little_room_for_the_second_copy",),
+    ),
+    Mutation(
+        "plans with and without 8 bits", "runtime/plan_finder.py",
+        "key = key._replace(eight_bits=True)", "pass",
+        (_PLANS + "test_requests_switch_it_in_the_middle_of_an_image_and_off_gives_the_exact_bits_again",),
+    ),
+    Mutation(
+        "the limit of a plan with 8 bits", "runtime/verify.py",
+        "return BUDGET * config.tolerance if plan.banks else config.tolerance", "return 1e9",
+        (_PLANS + "test_the_limit_of_the_whole_is_twice_the_tolerance",),
+    ),
+    Mutation(
+        "weights of another checkpoint in 8 bits", "runtime/eight_bits.py",
+        "if state not in plan.compared_weights:", "if False:",
+        (*_COMPARED, _PLANS + "test_another_checkpoint_in_place_has_its_layers_selected_anew"),
+    ),
+    Mutation(
+        "the first call of a generation in 8 bits", "runtime/eight_bits.py",
+        "elif plan.weights_due or", "elif", _COMPARED,
+    ),
+    Mutation(
+        "calls in 8 bits without generations", "runtime/eight_bits.py",
+        "or plan.replays % CALLS_BETWEEN_CHECKS == CALLS_BETWEEN_CHECKS - 1", "",
+        (_PLANS + "test_weights_are_asked_for_now_and_then_without_generations",),
+    ),
+    Mutation(
+        "inputs of less noise in 8 bits", "runtime/eight_bits.py",
+        "if plan.replays == SECOND_LOOK:", "if False:",
+        (_PLANS + "test_a_plan_is_compared_again_with_an_input_of_less_noise",),
+    ),
+    Mutation(
+        "the result of a plan whose weights changed", "runtime/call_server.py",
+        "if self._is_compared(lookup):", "if False:",
+        (_PLANS + "test_weights_are_asked_for_now_and_then_without_generations",),
+    ),
+    Mutation(
+        "the result of a speculative replay whose weights changed", "runtime/call_server.py",
+        "and not self._is_compared(launched):", ":", _COMPARED,
+    ),
+    Mutation(
+        "layers that are selected anew", "runtime/eight_bits.py",
+        "self._selections.pop(model, None) self._exceeded += 1", "self._exceeded += 1",
+        (_PLANS + "test_another_checkpoint_in_place_has_its_layers_selected_anew",),
+    ),
+    Mutation(
+        "memory of banks that goes to the host", "weights/arena.py",
+        "self.banks.vacate()", "pass",
+        (_MEMORY + "test_memory_that_goes_to_the_host_and_comes_back",),
+    ),
+    Mutation(
+        "banks without memory", "runtime/plan_runner.py",
+        "if plan.banks and context.arena.banks.vacant:", "if False:",
+        (_MEMORY + "test_memory_that_goes_to_the_host_and_comes_back",),
+    ),
+    Mutation(
+        "banks without values", "weights/banks.py",
+        "tensors[2].zero_()", "pass",
+        (_MEMORY + "test_banks_that_get_memory_have_digests_of_no_row",),
+    ),
+    Mutation(
+        "a second copy of weights while memory is short", "plans/graph_pool.py",
+        "banks.vacate()", "pass",
+        (_MEMORY + "test_what_is_short_of_memory_finds_the_second_copy",),
+    ),
+    Mutation(
+        "a second copy of weights next to an original that is short of memory", "plans/graph_pool.py",
+        "or any(len(banks) and not banks.vacant for banks in self.spare)", "",
+        (_MEMORY + "test_an_original_that_runs_out_of_memory_gets_that_of_the_second_copy",),
+    ),
+    Mutation(
+        "memory that ends while 8 bits are prepared", "runtime/plan_builder.py",
+        "if not lookup.key.eight_bits: raise", "raise",
+        (_MEMORY + "test_memory_that_ends_while_the_plan_is_made",),
+    ),
+    Mutation(
+        "memory that the model needs itself", "runtime/plan_builder.py",
+        "int(_room(device) - _MIN_ROOM * _bytes(self._context.module))", "int(_room(device))", _ROOM,
+    ),
+    Mutation(
+        "cards without 8-bit products", "runtime/eight_bits.py", "if capability < MIN_CAPABILITY:", "if False:", _CARD
+    ),
+    Mutation(
+        "bfloat16 on cards that have none", "runtime/eight_bits.py",
+        "if torch.bfloat16 in dtypes and capability < _MIN_BFLOAT16:", "if False:", _CARD,
+    ),
+    Mutation(
+        "kernels that cannot be compiled", "runtime/eight_bits.py",
+        "if not nvrtc.supported(device):", "if False:", _CARD,
+    ),
+    Mutation(
+        "plans with 8 bits that nobody asks for", "runtime/plan_cache.py",
+        "if not chosen and plan.generation_of_use < number - KEPT_UNUSED:", "if False:",
+        (_PLANS + "test_plans_that_nobody_asks_for_any_more_are_dropped_with_their_memory",),
+    ),
+]  # fmt: skip

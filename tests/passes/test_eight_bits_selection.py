@@ -1,0 +1,131 @@
+"""Which layers are quantised, by the error of each on a call's inputs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import eight_bit_kernels
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
+from sfast_ext.passes.eight_bits_selection import LIMIT, Selection
+
+from .support import randn
+from .transformers import (
+    HALF,
+    PROMPT,
+    TOKENS,
+    Block,
+    C,
+    Wrapped,
+    after_a_norm,
+    after_an_attention,
+    count,
+    rewritten,
+    traced,
+)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight_bit_kernels.available(monkeypatch, by_triton=True)
+
+
+def outliers(m: Wrapped, x: Tensor) -> Any:
+    """Some channels of what a norm writes are large."""
+    return m.one(m.norm(x)).sin()
+
+
+@pytest.mark.parametrize("factor", [1, 50, 400])
+def test_layers_with_outliers_are_rotated_if_that_helps_and_kept_if_not(factor: float) -> None:
+    torch.manual_seed(0)
+    module = Wrapped(after_a_norm, 512)
+    with torch.no_grad():
+        module.norm.weight[5] *= factor
+        # the outlier adds nothing: what is lost of the others is all there is
+        module.one.weight[:, 5] = 0
+    on = traced(module, randn(2, 160, 512))
+    ops = rewritten(on)
+    (errors,) = on.ctx.eight_bits.errors.values()
+    assert ops["layer_norm8"] == (factor == 1) and ops["quantise_rows"] == (factor == 50)
+    assert ops["linear8"] == (factor != 400)
+    assert (errors.plain > LIMIT) == (factor != 1) and (errors.rotated > LIMIT) == (factor == 400)
+    assert on.error() < 0.06
+    if factor == 400:
+        assert on.ctx.eight_bits.listed() == [("one", errors.least)]
+
+
+def test_a_rotation_of_geglu_and_of_attentions() -> None:
+    class Peaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.out = nn.Linear(64, 512), nn.Linear(256, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            value, gate = self.wide(x).chunk(2, -1)
+            return self.out(value * F.gelu(gate))
+
+    module = Peaks()
+    with torch.no_grad():
+        module.wide.weight[3] *= 20
+        module.wide.weight[256 + 3] *= 20
+    on = traced(module, randn(2, 160, 64))
+    assert rewritten(on)["linear8"] == 1
+    (rows,) = on.launches(quantise_rows)
+    assert rows.kwargs == {"group": 256} and on.launches(quantise_weights)[0].args[4] == [256]
+    assert on.error() < 0.05
+
+
+def test_one_selection_for_all_plans() -> None:
+    selection = Selection()
+    module = Block().to(HALF)
+    rewritten(traced(module, TOKENS, PROMPT, selection=selection))
+    known = dict(selection.errors)
+    selection.kept.add("ff_out")
+    on = traced(module, randn(3, 200, C), randn(3, 7, 32), selection=selection)
+    ops = rewritten(on)
+    assert selection.errors == known and ops["linear8"] == 4 and ops["geglu8"] == 1
+    assert on.error() < 0.05
+
+
+def test_further_layers_are_kept_the_worst_first() -> None:
+    on = traced(Block(), TOKENS, PROMPT)
+    rewritten(on)
+    selection = on.ctx.eight_bits
+    order = sorted(selection.errors, key=lambda name: -selection.errors[name].least)
+    for n in range(1, 6):
+        assert selection.tighten()
+        assert selection.kept == {*order[:n]}
+    assert [name for name, _ in selection.listed()] == order[:5]
+    assert not selection.tighten()
+
+
+def test_values_that_are_not_finite_keep_a_layer() -> None:
+    x = TOKENS.clone()
+    x[0, 0, 0] = math.inf
+    assert count(after_an_attention, x)[1]["linear8"] == 0
+
+
+def test_defaults_of_torch_do_not_matter() -> None:
+    module = Block().to(HALF)
+    on = traced(module, TOKENS, PROMPT)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert rewritten(on)["linear8"] == 5
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert on.error() < 0.05
+
+
+def test_a_layer_of_zeros_is_exact() -> None:
+    module = Wrapped(after_a_norm)
+    nn.init.zeros_(module.one.weight)
+    on = traced(module, TOKENS)
+    assert rewritten(on)["linear8"] == 1
+    assert [tuple(error)[:2] for error in on.ctx.eight_bits.errors.values()] == [(0.0, 0.0)]
+    assert on.error() < 1e-2
