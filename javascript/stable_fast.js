@@ -92,6 +92,7 @@
     function details(panel, status) {
         panel.textContent = '';
         addPieces(panel, 'div', pieces(status.badge, 'detail'), 'sfast-strong');
+        addNote(panel, 'div', status.badge);
         if (!status.no_gpu) {
             plansOf(status).filter((plan) => plan.last_pass).forEach((plan) => addParts(panel, 'div', planParts(plan)));
         }
@@ -102,6 +103,15 @@
         const link = add(panel, 'button', 'Open the tab Stable Fast', 'sfast-link');
         link.type = 'button';
         link.addEventListener('click', openTab);
+    }
+
+    // what the user should know in addition, such as of 8 bits
+    function addNote(parent, tag, badge) {
+        if (badge.note) {
+            const note = addPieces(parent, tag, pieces(badge, 'note'), 'sfast-note');
+            note.appendChild(document.createTextNode('. '));
+            help(note, badge.note_help);
+        }
     }
 
     // while an image is made everything is drawn anew each second; who is at a link by keyboard stays there
@@ -347,7 +357,7 @@
 
     // for the tab, in other files
     window.stableFast = {
-        refresh, watch, sized, typeset, help, redrawn, add, addParts, addPieces, pieces, planParts, plansOf, copy,
+        refresh, watch, sized, typeset, help, redrawn, add, addParts, addPieces, addNote, pieces, planParts, plansOf, copy,
         onStatus: (listener) => {
             listeners.push(listener);
             if (last) {

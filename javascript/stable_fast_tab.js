@@ -15,6 +15,8 @@
     ];
     let view = null;
     let shown = null;
+    // whether the layers are listed, though the tab is drawn anew each second
+    let opened = false;
     let order = {column: 6, down: true};
 
     function fixed(value, digits) {
@@ -47,6 +49,7 @@
         const {add, addParts, addPieces} = stableFast;
         add(view, 'h3', 'Now');
         addPieces(view, 'p', stableFast.pieces(status.badge, 'detail'));
+        stableFast.addNote(view, 'p', status.badge);
         const {gpu, torch} = status.environment;
         addParts(view, 'p', [status.model || 'no model', '·', gpu || 'no GPU', '·', 'torch', torch]);
         const plan = stableFast.plansOf(status).find((each) => each.last_pass && times(each));
@@ -61,6 +64,33 @@
         if (pools.length > 0) {
             addParts(view, 'p', ['GPU memory held for fast replays:', pools[0].memory_mb, 'MB']);
         }
+    }
+
+    // which layers are computed in 8 bits, and which stay in half precision
+    function eightBits(status) {
+        const found = status.eight_bits;
+        if (!found || (found.layers === 0 && found.kept.length === 0)) {
+            return;
+        }
+        const {add, addParts} = stableFast;
+        add(view, 'h3', '8 bits');
+        const megabytes = Math.round(found.bytes / 2 ** 20);
+        addParts(view, 'p', ['Layers computed in 8 bits:', found.layers, '·', 'GPU memory for them:', megabytes, 'MB']);
+        if (found.kept.length === 0) {
+            return;
+        }
+        const box = add(view, 'details');
+        box.open = opened;
+        box.addEventListener('toggle', () => {
+            opened = box.open;
+        });
+        addParts(box, 'summary', ['Layers that stay in half precision:', found.kept.length]);
+        add(box, 'p', '8 bits would change their results too much, by:');
+        const list = add(box, 'ul');
+        found.kept.forEach(([name, error]) => {
+            const share = typeof error === 'number' ? `${Number((100 * error).toPrecision(2))} %` : 'an unknown amount';
+            addParts(list, 'li', [name, share]);
+        });
     }
 
     function sorted(plans) {
@@ -139,6 +169,7 @@
             view.textContent = '';
             now(status);
             plans(status);
+            eightBits(status);
             reasons(status);
         });
     }

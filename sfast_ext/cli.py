@@ -63,6 +63,12 @@ def capability(text: str) -> tuple[int, int]:
     return int(digits[:-1]), int(digits[-1])
 
 
+def add_lossy(command: argparse.ArgumentParser) -> None:
+    """What changes details of an image, as the settings of the same names."""
+    command.add_argument("--faster-sums", action="store_true", help="add up in half precision on a GeForce")
+    command.add_argument("--eight-bits", action="store_true", help="compute linear layers in 8 bits")
+
+
 def add_stack(bench: argparse.ArgumentParser) -> None:
     """The arguments that take away from what ours has, or give the model another attention or dtype."""
     bench.add_argument("--attention", choices=ATTENTIONS, default="sdp", help="of the model (%(default)s)")
@@ -76,6 +82,7 @@ def add_stack(bench: argparse.ArgumentParser) -> None:
         metavar="sm_89",
         help="the compute capability that the GPU passes for when ours chooses kernels",
     )
+    add_lossy(bench)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,6 +93,9 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="what this machine has, and what will therefore be used")
     doctor.add_argument("--json", action="store_true", help="as JSON")
+    doctor.add_argument(
+        "--eight-bits", action="store_true", help="name every layer that stays in half precision with 8 bits"
+    )
 
     demo = commands.add_parser("demo", help="images with and without the accelerator, compared")
     demo.add_argument(
@@ -96,6 +106,7 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("demo-output"), help="where the images go (%(default)s)")
     demo.add_argument("--steps", type=int, help="steps of each image (default: 6 on a CPU, 20 on a GPU)")
     demo.add_argument("--size", type=size, help="of the images (default: 128x128 on a CPU, 512x512 on a GPU)")
+    add_lossy(demo)
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
 
     bench = commands.add_parser("bench", help="time of one UNet call, against other ways to run it")
@@ -134,6 +145,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also the images in float32 (float64 on a CPU), and who is nearer to them",
     )
+    quality.add_argument(
+        "--no-lossy",
+        action="store_true",
+        help="leave out half-precision sums and 8 bits, which are compared as well if this machine has them",
+    )
     quality.add_argument("--out", type=Path, default=Path("quality-output"), help="where sheet.png goes (%(default)s)")
     quality.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
 
@@ -156,11 +172,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.command == "doctor":
         from sfast_ext.tools import doctor
 
-        return doctor.main(args.json)
+        return doctor.main(args.json, args.eight_bits)
     if args.command == "demo":
         from sfast_ext.tools import demo
 
-        return demo.main(demo.Options(args.model, args.out, args.steps, args.size, args.json))
+        lossy = args.faster_sums, args.eight_bits
+        return demo.main(demo.Options(args.model, args.out, args.steps, args.size, args.json, *lossy))
     if args.command == "quality":
         from sfast_ext.tools import quality
 
@@ -174,6 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 prompts=args.prompts,
                 yardstick=args.yardstick,
                 exact=args.exact,
+                lossy=not args.no_lossy,
                 json=args.json,
             )
         )

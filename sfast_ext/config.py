@@ -47,6 +47,9 @@ class Config:
     triton: bool = True
     faster_sums: bool = False
     """On GeForce, add up products in half precision if that is faster. The image may differ in details."""
+    eight_bits: bool = False
+    """Compute linear layers in 8 bits if that is faster and their error stays within a budget. The image differs in
+    details."""
     check: str = "first"
     """When a plan is compared with the original forward: "first" use, "always", "never"."""
     tolerance: float = 0.02
@@ -78,4 +81,4 @@ class Config:
         return self._built_of() == other._built_of()
 
     def _built_of(self) -> tuple[bool, ...]:
-        return self.triton, self.faster_sums, self.rare_calls
+        return self.triton, self.faster_sums, self.eight_bits, self.rare_calls

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from sfast_ext import Accelerator, Config, accelerate
+from sfast_ext import Accelerator, Config, accelerate, eight_bits
+from sfast_ext.reasons import text
 from sfast_ext.tools.lib import changes, contact_sheet, machine, models, pipelines
 from sfast_ext.tools.text import number, table
 
@@ -38,6 +39,13 @@ class Options:
     steps: int | None
     size: tuple[int, int] | None
     json: Path | None
+    faster_sums: bool = False
+    eight_bits: bool = False
+
+    @property
+    def lossy(self) -> bool:
+        """Whether details of the images may change."""
+        return self.faster_sums or self.eight_bits
 
 
 @dataclass
@@ -107,13 +115,20 @@ class Demo:
         size: tuple[int, int],
         device: torch.device,
         progress: Any,
+        options: Options | None = None,
     ) -> None:
+        self.lossy = options is not None and options.lossy
         self.plain, self.prompts, self.steps, self.size = plain, prompts, steps, size
         self.device, self.progress = device, progress
         self.fast = copy.copy(plain)
         unet = copy.deepcopy(plain.unet)
         self.fast.register_modules(unet=unet)
-        self.accelerator: Accelerator = accelerate(unet, Config(allow_cpu=device.type == "cpu"))
+        config = Config(
+            allow_cpu=device.type == "cpu",
+            faster_sums=options is not None and options.faster_sums,
+            eight_bits=options is not None and options.eight_bits,
+        )
+        self.accelerator: Accelerator = accelerate(unet, config)
         self.rows: list[Row] = []
         self.images: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -226,7 +241,8 @@ def _schedule(demo: Demo) -> list[Callable[[], None]]:
 
 def faults(demo: Demo) -> list[str]:
     """What is not as it has to be, a sentence each."""
-    tolerance = TOLERANCE.get(demo.dtype, 2.0)
+    # how much details change is told in the table; that they do is what was asked for
+    tolerance = 255.0 if demo.lossy else TOLERANCE.get(demo.dtype, 2.0)
     found = [
         f"{row.what}: the images differ by {row.difference:.2f} of 255, more than {tolerance}"
         for row in demo.rows
@@ -297,6 +313,9 @@ def report(demo: Demo) -> str:
                 ],
             )
         )
+    layers = eight_bits.lines(eight_bits.summary([demo.accelerator.status()]))
+    if layers:
+        parts.append("\n".join(layers))
     if demo.device.type == "cpu":
         parts.append("On a CPU this shows that it works; what it gains shows on a GPU.")
     return "\n\n".join(parts)
@@ -312,9 +331,12 @@ def main(options: Options) -> int:
     dtype, steps, size = pipelines.scale(device, options.steps, options.size)
     plain, name, known = pipelines.chosen(options.model, dtype=dtype, device=device)
     print(f"Stable Diffusion of {name} on {machine.describe()['gpu'] or 'the CPU'}", flush=True)
+    refused = eight_bits.refusal() if options.eight_bits else None
+    if refused is not None:
+        print(f"8 bits are not used: {text(refused)}", flush=True)
     plain.set_progress_bar_config(disable=True)
     with tqdm(total=9 * 2 * steps, unit="call", file=sys.stdout, dynamic_ncols=True, mininterval=0.5) as progress:
-        demo = Demo(plain, known[3:5] if known else PROMPTS, steps, size, device, progress)
+        demo = Demo(plain, known[3:5] if known else PROMPTS, steps, size, device, progress, options)
         for image in _schedule(demo):
             image()
     print(f"\n{report(demo)}\n")

@@ -16,6 +16,7 @@ from sfast_ext.report import Report
 from sfast_ext.ui.settings_table import (
     ALL,
     CHECK_LABELS,
+    EIGHT,
     FASTER,
     HEADINGS,
     LEVELS,
@@ -175,6 +176,8 @@ def config_from(opts: Any, report: Report | None = None) -> HostConfig:
     preset = _word(PRESET, opts, report)
     if preset == FASTER:
         return replace(config, faster_sums=True)
+    if preset == EIGHT:
+        return replace(config, eight_bits=True)
     return _on_small_card(config) if preset == SMALL else config
 
 

@@ -85,7 +85,8 @@ def plan_of_last_image(accelerators: Sequence[Mapping[str, Any]]) -> Mapping[str
 
 def badge(status: Mapping[str, Any]) -> dict[str, Any]:
     """The state in a word, a few words for the badge, a sentence for its details, both with their pieces (see
-    `Reason.pieces`), and the entry of the help on what to do about it; None if there is nothing to do.
+    `Reason.pieces`), and the entry of the help on what to do about it; None if there is nothing to do. The same of a
+    note on what the user should know; None if there is none.
 
     Args:
         status: of the session. `unserved` and `no_gpu` are reasons here.
@@ -94,7 +95,9 @@ def badge(status: Mapping[str, Any]) -> dict[str, Any]:
     none, row = status.get("unserved") or status.get("no_gpu"), _main_reason(status)
     code = {"none": none and none.code, "original": row and row["code"], "partly": row and row["code"]}.get(state)
     found = {"state": state, "text": "".join(text), "detail": "".join(detail), "help": code}
-    return {**found, "text_parts": text, "detail_parts": detail}
+    told = {} if state in ("none", "off") else status.get("eight_bits") or {}
+    note = {"note": told.get("note"), "note_parts": told.get("note_parts", []), "note_help": told.get("help")}
+    return {**found, "text_parts": text, "detail_parts": detail, **note}
 
 
 def _main_reason(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -122,11 +125,11 @@ def _state(status: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
     row = _main_reason(status)
     why = [] if row is None else [*row["reason_parts"], "."]
     if counted.get("accelerated"):
-        speed = _speed(status)
+        speed = [_speed(status), *([", ", "8 bits"] if (status.get("eight_bits") or {}).get("layers") else [])]
         if counted.get("bypassed") and why:
             steps = [str(counted["bypassed"]), " ", "steps of the last image were not accelerated:", " "]
-            return "partly", ["partly,", " ", speed], [*steps, *why]
-        return "on", [speed], ["The last image was accelerated", "."]
+            return "partly", ["partly,", " ", *speed], [*steps, *why]
+        return "on", speed, ["The last image was accelerated", "."]
     if counted.get("bypassed") and why:
         short = itertools.takewhile(lambda piece: piece != BREAK, why[:-1])
         return "original", ["original:", " ", *short], ["The last image was not accelerated:", " ", *why]

@@ -77,13 +77,15 @@ def test_an_infotext_restores_them(host):  # noqa: F811
     names = {info.infotext: key for key, info in host.opts.data_labels.items() if getattr(info, "infotext", None)}
     assert names == {
         "Stable Fast faster sums": "sfast_faster_sums",
+        "Stable Fast 8 bits": "sfast_eight_bits",
         "Stable Fast check": "sfast_check",
         "Stable Fast tolerance": "sfast_tolerance",
     }
-    params, sums = {"Steps": "20", "Stable Fast tolerance": "0.05"}, {"Stable Fast faster sums": "False"}
+    params = {"Steps": "20", "Stable Fast tolerance": "0.05"}
+    lossy = {"Stable Fast faster sums": "False", "Stable Fast 8 bits": "False"}
     host.fire("infotext_pasted", "a text", params)
     # what is not named had its default
-    assert params == {"Steps": "20", "Stable Fast tolerance": "0.05", "Stable Fast check": "first use", **sums}
+    assert params == {"Steps": "20", "Stable Fast tolerance": "0.05", "Stable Fast check": "first use", **lossy}
     for name, key in names.items():
         default = host.opts.data_labels[key].default
         assert settings.config_from(SimpleNamespace(**{key: type(default)(params[name])}))
