@@ -14,10 +14,12 @@ from sfast_ext.hosts.eight_bits import EightBits
 from sfast_ext.reasons import Reason, text
 from sfast_ext.report import Report, Tally
 from sfast_ext.ui import settings, words
-from sfast_ext.ui.settings_table import HostConfig
+from sfast_ext.ui.settings_table import SETTINGS, HostConfig
 
 KEY = "Stable Fast"
 """Its name among the host's `extra_generation_params`."""
+NAMES = frozenset(each.infotext for each in SETTINGS if each.infotext is not None)
+"""Those of settings in an infotext."""
 
 
 @dataclass
@@ -68,8 +70,18 @@ class Answers:
         begun.reason = missing if config.enabled else reasons.SWITCHED_OFF()
         note = self._eight_bits.begin(p, config)
         if begun.reason is None:
-            p.extra_generation_params.update(settings.infotext(config))
             begun.note = note
+        self._name_settings(p, settings.infotext(config) if begun.reason is None else {})
+
+    def _name_settings(self, p: Any, named: dict[str, Any]) -> None:
+        """Let an infotext name these settings, and no others of ours.
+
+        In another dictionary: hosts copy a request for each image of a grid, and the copies share theirs, so an image
+        would have the entries of the one before it.
+        """
+        others = {key: value for key, value in p.extra_generation_params.items() if key not in NAMES}
+        if named or len(others) < len(p.extra_generation_params):
+            p.extra_generation_params = {**others, **named}
 
     def _complete(self, result: Any, tally: Tally, begun: _Begun, ignored: list[str]) -> None:
         if not (tally.accelerated or tally.prepared or tally.bypassed):

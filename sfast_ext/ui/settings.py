@@ -36,7 +36,8 @@ CATEGORY = ("stable_fast", "Acceleration")
 
 logger = logging.getLogger("sfast_ext")
 
-_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+SWITCHED = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
+"""What the words of a switch mean."""
 
 _announced: dict[str, str] = {}
 """The invalid value of each setting that was reported last."""
@@ -257,8 +258,8 @@ def _converted(setting: Setting, value: Any) -> Any:
         return CHECK_LABELS[value]
     if kind is bool:
         word = value.strip().lower() if isinstance(value, str) else None
-        if word in _YES or word in _NO:
-            return word in _YES
+        if word in SWITCHED:
+            return SWITCHED[word]
         if value not in (True, False):
             raise ValueError(value)
         return bool(value)
