@@ -53,6 +53,16 @@
         return object[`${name}_parts`] || [object[name]];
     }
 
+    // the heading of a cell's column, seen where a row is a card
+    function labelled(cell, name) {
+        const label = document.createElement('span');
+        label.className = 'sfast-label';
+        label.textContent = name;
+        label.setAttribute('aria-hidden', 'true');
+        cell.insertBefore(label, cell.firstChild);
+        return cell;
+    }
+
     function addPieces(parent, tag, parts, name) {
         const element = add(parent, tag, undefined, name);
         fill(element, parts);
@@ -174,10 +184,17 @@
         panel.style.top = `${(parseFloat(panel.style.top) || 0) + top - is.top}px`;
     }
 
+    // how much of a preparation is over, behind the words of the badge
+    function progressOf(status) {
+        const done = status && status.badge.progress;
+        return typeof done === 'number' ? `${Math.round(100 * done)}%` : '0%';
+    }
+
     function write(state, text, status) {
         const parts = (status ? pieces(status.badge, 'text') : [text]).map(state === 'original' ? String : typeset);
         const said = parts.join('');
         for (const {button, label, sign, panel} of badges) {
+            button.style.backgroundSize = `${progressOf(status)} 2px`;
             if (button.dataset.state !== state || label.textContent !== said) {
                 button.dataset.state = state;
                 sign.textContent = SIGNS[state] || SIGNS.unknown;
@@ -348,16 +365,42 @@
         refresh();
     }
 
+    // a tab by the id of its panel, whatever a localisation has written on its button
+    function openPanel(root, id) {
+        const panels = Array.from(gradioApp().querySelectorAll(`${root} > .tabitem`));
+        const buttons = Array.from(gradioApp().querySelectorAll(`${root} > .tab-nav button`));
+        const place = panels.findIndex((panel) => panel.id === id);
+        if (buttons[place]) {
+            buttons[place].click();
+        }
+        return Boolean(buttons[place]);
+    }
+
+    // AUTOMATIC1111 and Forge have "Settings", SD.Next "System"
+    function openSettings() {
+        const opened = openPanel('#tabs', 'tab_settings') || openPanel('#tabs', 'tab_system');
+        return opened && (openPanel('#settings', 'settings_stable_fast') || openPanel('#settings', 'settings_section_tab_stable_fast'));
+    }
+
     // if the page may not write to the clipboard, as over plain http, the text stays there to be copied by hand
-    function copy(text) {
-        if (navigator.clipboard) {
-            navigator.clipboard.writeText(text).catch(() => {});
+    async function copy(text) {
+        let copied = false;
+        try {
+            await navigator.clipboard.writeText(text);
+            copied = true;
+        } catch (error) {
+            copied = false;
+        }
+        const told = document.getElementById('stable_fast_copied');
+        if (told) {
+            told.textContent = '';
+            add(told, 'span', copied ? 'Copied' : 'Not copied: select the text below, and copy it', copied ? 'sfast-done' : 'sfast-error');
         }
     }
 
     // for the tab, in other files
     window.stableFast = {
-        refresh, watch, sized, typeset, help, redrawn, add, addParts, addPieces, addNote, pieces, planParts, plansOf, copy,
+        refresh, watch, sized, typeset, help, redrawn, add, addParts, addPieces, addNote, labelled, pieces, planParts, plansOf, copy, openSettings,
         onStatus: (listener) => {
             listeners.push(listener);
             if (last) {

@@ -34,7 +34,7 @@ def test_the_tab_lists_the_layers_that_stay_in_half_precision():
     assert f"{kept}|{EVIL}|3.1 %" in shown["tab"]
     assert "b.to_out|an unknown amount" in shown["tab"]
     for nothing in ({**FOUND, "layers": 0, "kept": []}, None):
-        assert "8 bits" not in run(TAB, {**STATUS, "eight_bits": nothing})["tab"]
+        assert "Layers computed in 8 bits" not in run(TAB, {**STATUS, "eight_bits": nothing})["tab"]
     assert "half precision" not in run(TAB, {**STATUS, "eight_bits": {**FOUND, "kept": []}})["tab"]
 
 

@@ -48,6 +48,10 @@ def doubt(p: Any, model: str | None) -> Reason | None:
     return None
 
 
+def _told(accelerators: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [each for status in accelerators if isinstance(each := status.get("eight_bits"), Mapping)]
+
+
 def _texts(p: Any, *names: str) -> list[str]:
     return [found for name in names if isinstance(found := getattr(p, name, None), str)]
 
@@ -98,7 +102,7 @@ class EightBits:
         except (OSError, RuntimeError) as exc:
             self._report.once("8 bits", f"the layers are not kept for doctor: {words_of(exc)}")
 
-    def status(self, config: Config, accelerators: Iterable[Mapping[str, Any]], names: bool = True) -> dict[str, Any]:
+    def status(self, config: Config, accelerators: Sequence[Mapping[str, Any]], names: bool = True) -> dict[str, Any]:
         """What the status has of it: whether it is on, the layers, and a note on what the user should know.
 
         Args:
@@ -108,6 +112,9 @@ class EightBits:
         # a request may have switched them on for itself
         note = self._doubt or self._doubt_of_model() if on else self._doubt
         if on and not found["layers"]:
+            why = next((each["reason"] for each in _told(accelerators) if each.get("reason")), None)
+            if why is not None:
+                return {"on": on, **found, "note": why["text"], "note_parts": [why["text"]], "help": why["code"]}
             note = self._unused() or note
         if note is not None and not names:
             note = note.anonymous()

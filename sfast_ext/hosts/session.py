@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 
 from sfast_ext import environment, parallel_png, preparation, reasons
 from sfast_ext.accelerator import Accelerator
-from sfast_ext.hosts import host_queue, webui_probes, xyz
+from sfast_ext.hosts import host_queue, tab_actions, webui_probes, xyz
 from sfast_ext.hosts.answers import Answers
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.eight_bits import EightBits
@@ -309,10 +309,7 @@ class Session:
     def _tab(self) -> list[Any]:
         # a host goes through the result: our exceptions must leave it an empty one
         try:
-            source, jobs = self.source, self.source.jobs
-            return tab.tabs(
-                tab.Actions(source.drop, source.report, jobs.prepare, jobs.measure, jobs.cancel, jobs.measurements)
-            )
+            return tab.tabs(tab_actions.actions(self.source))
         except Exception as exc:
             self.report.error("the tab", exc)
             return []

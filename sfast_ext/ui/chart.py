@@ -7,7 +7,8 @@ from typing import Any
 
 GREY = "#808080"
 """Can be read on a light and on a dark page: the image has no background."""
-COLOURS = ("#9a9a9a", "#2f7fd0", "#7fb2e5")
+COLOURS = ("#9a9a9a", "#d9650a", "#f0b384")
+"""Of the original, of Stable Fast as everywhere on the page, and of it in an earlier measurement."""
 
 
 def figure(measurements: Sequence[Mapping[str, Any]]) -> Any:

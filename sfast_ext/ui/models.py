@@ -67,6 +67,7 @@ class Badge(BaseModel):
     note: Optional[str] = Field(None, description="what the user should know in addition; null if there is nothing")
     note_parts: list[str] = Field([], description="the same in such pieces")
     note_help: Optional[str] = Field(None, description="its entry of the help")
+    progress: Optional[float] = Field(None, description="0 to 1 while a size is prepared; null if it is not known")
 
 
 class EightBits(BaseModel):

@@ -125,7 +125,7 @@ class Page:
             self.click('button[tabitemid*="#tab_stable_fast_"]')
         else:
             self.click("#tabs > .tab-nav button", "Stable Fast")
-        self.until(lambda: "Plans" in self.text("#stable_fast_view"), "the tab is drawn", 30)
+        self.until(lambda: "Ready sizes" in self.text("#stable_fast_view"), "the tab is drawn", 30)
 
     def to_settings(self, section: str = "Stable Fast", setting: str = "#setting_sfast_enabled") -> None:
         """Open a section of the settings, which has this setting."""

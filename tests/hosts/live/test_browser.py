@@ -77,7 +77,7 @@ def test_the_tab_is_reached_by_keyboard_alone(page: Page) -> None:
         if page.page.evaluate("document.activeElement.className") == "sfast-link":
             break
     page.page.keyboard.press("Enter")
-    page.until(lambda: "Plans" in page.text("#stable_fast_view"), "the tab is drawn", 30)
+    page.until(lambda: "Ready sizes" in page.text("#stable_fast_view"), "the tab is drawn", 30)
     stops = page.page.evaluate(STOPS, page.tab)
     assert stops["reached"] >= 12 and not stops["behind"], stops
     page.picture("tab")
@@ -115,7 +115,7 @@ def test_plans_are_dropped_and_the_report_is_given(page: Page) -> None:
     page.to_tab()
     page.click("#stable_fast_drop")
     page.until(lambda: "None yet" in page.text("#stable_fast_view"), "the list is empty", 20)
-    page.until(lambda: "Plans dropped:" in page.text("#stable_fast_dropped"), "it is told", 20)
+    page.until(lambda: "Sizes forgotten:" in page.text("#stable_fast_dropped"), "it is told", 20)
     page.click("#stable_fast_report")
     report = "#stable_fast_report_text textarea"
     page.until(lambda: "Settings" in page.page.input_value(report), "the report is there", 20)
@@ -141,7 +141,7 @@ def test_a_localisation_of_the_page_s_own_dump_finds_every_string(page: Page) ->
     page.to_tab()
     page.until(lambda: "192" in page.text("#stable_fast_view"), "the tab has the next image", 20)
     texts = page.page.evaluate(TEXTS, [".sfast-badge", page.tab, page.settings])
-    assert len(texts) > 60 and {"Plans", "Stable Fast", "Prepare"} <= set(texts)
+    assert len(texts) > 60 and {"Ready sizes", "Stable Fast", "Prepare"} <= set(texts)
     assert [text for text in texts if re.search("[A-Za-z]{3,}", text) and text not in dumped] == []
     quick(page)
 
@@ -162,7 +162,7 @@ def test_a_locale_of_sdnext_s_finds_all_that_it_looks_at(page: Page) -> None:
     page.to_tab()
     page.until(lambda: "Last used" in page.text("#stable_fast_view"), "the tab has the image", 20)
     labels = page.page.evaluate(LABELS, [page.tab, page.settings])
-    assert len(labels) > 30 and {"Prepare", "Drop plans", "Last used", "Accelerate the VAE"} <= set(labels), labels
+    assert len(labels) > 30 and {"Prepare", "Forget all ready sizes", "Last used", "Accelerate the VAE"} <= set(labels), labels
     entries = [{"id": "", "label": each, "localized": f"« {each} »", "hint": "a hint"} for each in labels]
     # the one after English; an entry without a hint is left out
     page.page.route("**/file=ui/locale/locale_tb.json", lambda route: route.fulfill(json={"a": entries}))

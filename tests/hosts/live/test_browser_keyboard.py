@@ -89,7 +89,7 @@ def test_the_details_of_the_badge_open_and_close(page: Page) -> None:
     assert not details.is_visible() and page.page.evaluate(IS, state)
     page.page.keyboard.press("Enter")
     press(page, f"{page.own_badge} .sfast-link")
-    page.until(lambda: "Plans" in page.text("#stable_fast_view"), "the tab is drawn", 30)
+    page.until(lambda: "Ready sizes" in page.text("#stable_fast_view"), "the tab is drawn", 30)
 
 
 def test_the_list_of_plans_is_sorted(page: Page) -> None:
@@ -127,7 +127,7 @@ def test_sizes_are_started_and_cancelled(page: Page, kind: str) -> None:
 def test_plans_are_dropped(page: Page) -> None:
     press(page, "#stable_fast_drop", "Shift+Tab")
     page.until(lambda: "None yet" in page.text("#stable_fast_view"), "the list is empty", 20)
-    page.until(lambda: "Plans dropped:" in page.text("#stable_fast_dropped"), "it is told", 20)
+    page.until(lambda: "Sizes forgotten:" in page.text("#stable_fast_dropped"), "it is told", 20)
 
 
 def test_the_report_is_copied_and_the_tab_is_left(page: Page) -> None:
