@@ -58,7 +58,6 @@
         const label = document.createElement('span');
         label.className = 'sfast-label';
         label.textContent = name;
-        label.setAttribute('aria-hidden', 'true');
         cell.insertBefore(label, cell.firstChild);
         return cell;
     }

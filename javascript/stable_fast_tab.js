@@ -4,14 +4,14 @@
     // [heading, value to sort by, text]; numbers sort downwards first
     const COLUMNS = [
         ['Size', (plan) => plan.label, (plan) => stableFast.sized(plan.label)],
-        ['Part of the model', (plan) => PARTS[plan.network] || plan.network || '', null],
+        ['Part', (plan) => PARTS[plan.network] || plan.network || '', null],
         ['Before, ms', (plan) => plan.ms_before, (plan) => fixed(plan.ms_before, 1)],
         ['After, ms', (plan) => plan.ms_after, (plan) => fixed(plan.ms_after, 1)],
         ['Times faster', times, (plan) => fixed(times(plan), 1)],
         ['Steps made', (plan) => plan.replays, null],
         ['Last used', (plan) => plan.used_at, (plan) => age(plan.used_at)],
         ['Memory, MB', (plan) => plan.memory_mb, (plan) => fixed(plan.memory_mb, 0)],
-        ['Rounding difference', (plan) => plan.error, (plan) => percent(plan.error)]
+        ['Rounding', (plan) => plan.error, (plan) => percent(plan.error)]
     ];
     const PARTS = {unet: 'image model', refiner: 'refiner', controlnet: 'ControlNet'};
     const WHY = ['Why', 'What to do', 'Steps of this image', 'Since the start', 'Last'];
@@ -55,6 +55,7 @@
     function now(status) {
         const {add, addParts, addPieces} = stableFast;
         const head = addParts(view, 'p', ['Stable Fast', status.version, '·', status.enabled ? 'on' : 'off', '·']);
+        head.appendChild(document.createTextNode(' '));
         const settings = add(head, 'button', 'Settings', 'sfast-link');
         settings.type = 'button';
         settings.addEventListener('click', stableFast.openSettings);
@@ -71,7 +72,8 @@
         }
         stableFast.addNote(view, 'p', status.badge);
         if (shows) {
-            addParts(view, 'p', stableFast.planParts(plan));
+            const times = [`${plan.ms_before.toFixed(1)} → ${plan.ms_after.toFixed(1)}`, 'ms a step'];
+            addParts(view, 'p', [...stableFast.sized(plan.label), '·', ...times]);
             const most = Math.max(plan.ms_before, plan.ms_after);
             bar(view, 'Original', plan.ms_before, most, 'sfast-before');
             bar(view, 'Stable Fast', plan.ms_after, most, 'sfast-after');

@@ -141,6 +141,9 @@ class Page:
         # the modern theme has them beside the page
         self.click(".tab-nav button" if self.theme == "Modern" else "#settings > .tab-nav button", section)
         self.until(lambda: self.page.is_visible(setting), "the settings are seen", 30)
+        experts = '#setting_sfast_expert_heading .sfast-link[aria-expanded="false"]'
+        if self.page.is_visible(experts):
+            self.page.click(experts)
 
     def apply(self) -> None:
         """Apply the settings."""

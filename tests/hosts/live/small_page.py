@@ -230,7 +230,7 @@ def setting(key: str, option: OptionInfo) -> Any:
     """The component of a setting."""
     kind = option.component or gr.HTML
     if kind is gr.HTML:
-        return gr.HTML(option.label, elem_id=f"setting_{key}")
+        return gr.HTML(option.default, elem_id=f"setting_{key}")
     return kind(label=option.label, value=option.default, elem_id=f"setting_{key}", **option.arguments)
 
 

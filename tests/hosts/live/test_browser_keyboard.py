@@ -137,6 +137,7 @@ def test_the_report_is_copied_and_the_tab_is_left(page: Page) -> None:
     text = page.until(lambda: page.page.input_value(report), "the report is there", 20)
     assert "Settings" in text
     page.until(lambda: page.page.evaluate("navigator.clipboard.readText()") == text, "it is copied", 20)
+    page.until(lambda: page.text("#stable_fast_copied") == "Copied", "it is told", 20)
     tab_to(page, report, most=4)
     page.picture("report")
     for _ in range(4):
@@ -153,6 +154,10 @@ def test_a_setting_is_changed(page: Page) -> None:
         press(page, named(page, "#tabs > .tab-nav button", "System" if page.theme else "Settings"), "Shift+Tab")
         press(page, named(page, "#settings > .tab-nav button", "Stable Fast"))
         page.until(lambda: page.page.is_visible("#setting_sfast_enabled"), "the settings are seen", 30)
+    assert page.theme or not page.page.is_visible("#setting_sfast_triton")
+    if not page.page.is_visible("#setting_sfast_triton"):
+        press(page, "#setting_sfast_expert_heading .sfast-link")
+        page.until(lambda: page.page.is_visible("#setting_sfast_triton"), "those for experts are seen", 10)
     switch, number = "#setting_sfast_triton input", "#setting_sfast_tolerance input[type=number]"
     slider = "#setting_sfast_tolerance input[type=range]"
     was = page.page.locator(switch).is_checked()
