@@ -85,6 +85,7 @@ globalThis.document = {
     createTextNode: (text) => Object.assign(new Element('#text'), {text}),
     getElementById: (id) => body.all().find((each) => each.id === id) || null,
     querySelectorAll: (selector) => body.querySelectorAll(selector),
+    querySelector: () => null,
     addEventListener: (name, listener) => { on[name] = listener; },
     body, hidden: false
 };
@@ -176,7 +177,7 @@ def run(script, status=STATUS, background="rgb(17, 24, 39)"):
     """What a script reports of the page, once both files are loaded into it."""
     if NODE is None:
         pytest.skip("node is not installed")
-    files = ("stable_fast.js", "stable_fast_jobs.js", "stable_fast_names.js", "stable_fast_tab.js")
+    files = [f"stable_fast{name}.js" for name in ("", "_jobs", "_names", "_settings", "_tab")]
     sources = "".join((ROOT / "javascript" / file).read_text(encoding="utf-8") for file in files)
     told = f"(async() => {{ const shown = {{}}; await start(); {script}; console.log(JSON.stringify(shown)); }})();"
     result = subprocess.run(

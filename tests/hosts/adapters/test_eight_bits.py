@@ -125,6 +125,18 @@ def test_a_machine_that_cannot_says_why(monkeypatch):
     assert "not used" not in (ours.status(ON, LAYERS)["note"] or "")
 
 
+def test_why_no_plan_has_them_is_what_the_accelerator_says(able):
+    ours = EightBits(Report(), lambda: "v1-5")
+    why = {"code": "eight-bits", "text": "8 bits are not used: the GPU has too little memory", "values": []}
+    refused = [{"eight_bits": {"layers": 0, "kept": [], "bytes": 0, "reason": why}}]
+    told = ours.status(ON, [{"name": "VAE decoder"}, *refused])
+    assert told["note"] == why["text"] == "".join(told["note_parts"]) and told["help"] == "eight-bits"
+    # it is of no interest while they are off, or if another network has them
+    assert ours.status(OFF, refused)["note"] is None and ours.status(ON, [*refused, *LAYERS])["note"] is None
+    used = [{"eight_bits": {"layers": 4, "kept": [], "bytes": 0, "reason": None}}]
+    assert ours.status(ON, used)["note"] is None
+
+
 def test_what_ran_is_kept_for_doctor_once(able, tmp_path, monkeypatch):
     monkeypatch.setattr(last_start, "FOLDER", lambda: tmp_path / "cache")
     written = []
@@ -173,15 +185,17 @@ def test_the_session_says_it_in_the_status_the_badge_the_report_and_the_answer(h
     assert "note" not in result.extra_generation_params["Stable Fast"] and status()["badge"]["note"] is None
 
 
-def test_the_badge_says_8_bits_if_there_are_layers_in_them():
+def test_the_badge_says_8_bits_if_the_last_image_had_layers_in_them():
     plan = {"label": "512x512", "ms_before": 3.0, "ms_after": 1.0, "speedup": 3.0, "replays": 2, "last_pass": True}
     found = {
         "enabled": True, "no_gpu": None, "accelerators": [{"plans": [plan], "calls_per_s": 12.0}],
         "last_pass": {"accelerated": 3, "bypassed": 0, "prepared": 0}, "reasons_listed": [],
     }  # fmt: skip
     plain = "3.0x, 12 it/s"
-    for eight, text in ((None, plain), ({"layers": 0}, plain), ({"layers": 9}, f"{plain}, 8 bits")):
-        said = words.badge({**found, "eight_bits": eight})
+    # plans with and without them are kept next to each other: what counts is that of the last image
+    for fused, text in (({}, plain), ({"eight_bits": 0}, plain), ({"eight_bits": 9}, f"{plain}, 8 bits")):
+        plan["fused"] = fused
+        said = words.badge({**found, "eight_bits": {"layers": 9}})
         assert said["text"] == text == "".join(said["text_parts"])
     # switched off, it says that alone
     off = words.badge({**found, "enabled": False, "eight_bits": {"note": "x", "note_parts": ["x"], "help": "a"}})

@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -30,6 +31,8 @@ if __name__ == "__main__" and "SFAST_CACHE_DIR" not in os.environ:
     # what is measured here is invented, and the user's own folder has measurements that are not
     os.environ["SFAST_CACHE_DIR"] = tempfile.mkdtemp(prefix="sfast-small-page-")
     atexit.register(shutil.rmtree, os.environ["SFAST_CACHE_DIR"], ignore_errors=True)
+    # who ends it by a signal leaves nothing behind either
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
