@@ -5,7 +5,8 @@
 
     // those after the heading: one that is among the quick settings at the top of the page stays there
     function experts(heading) {
-        const all = Array.from(document.querySelectorAll('[id^="setting_sfast_"]'));
+        // Gradio gives the heading's inner part the same id
+        const all = Array.from(document.querySelectorAll('[id^="setting_sfast_"]')).filter((each) => each.id !== heading.id);
         return all.filter((each) => heading.compareDocumentPosition(each) & Node.DOCUMENT_POSITION_FOLLOWING);
     }
 

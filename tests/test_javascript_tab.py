@@ -136,7 +136,8 @@ def test_the_badge_shows_how_far_a_preparation_is(progress, size):
 
 FOLD = """
     globalThis.Node = {DOCUMENT_POSITION_FOLLOWING: 4};
-    const names = ['tolerance', 'enabled', 'expert_heading', 'triton', 'tolerance'];
+    // the heading's inner part has its id as well
+    const names = ['tolerance', 'enabled', 'expert_heading', 'triton', 'tolerance', 'expert_heading'];
     const ids = names.map((name) => `setting_sfast_${name}`);
     const settings = ids.map((id) => put(body, 'div', id));
     const hidden = {};
