@@ -375,10 +375,15 @@
         return Boolean(buttons[place]);
     }
 
-    // AUTOMATIC1111 and Forge have "Settings", SD.Next "System"
+    // AUTOMATIC1111 and Forge have "Settings", SD.Next "System", and its modern theme a button
     function openSettings() {
-        const opened = openPanel('#tabs', 'tab_settings') || openPanel('#tabs', 'tab_system');
-        return opened && (openPanel('#settings', 'settings_stable_fast') || openPanel('#settings', 'settings_section_tab_stable_fast'));
+        if (!openPanel('#tabs', 'tab_settings') && !openPanel('#tabs', 'tab_system')) {
+            const button = document.getElementById('btn_settings');
+            if (button) {
+                button.click();
+            }
+        }
+        return ['settings_stable_fast', 'settings_section_tab_stable_fast'].some((id) => openPanel('#settings', id));
     }
 
     // if the page may not write to the clipboard, as over plain http, the text stays there to be copied by hand

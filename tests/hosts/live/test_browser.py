@@ -120,6 +120,25 @@ def test_sizes_are_prepared_measured_and_cancelled(page: Page) -> None:
     page.accessible(page.tab)
 
 
+def test_it_is_switched_off_for_a_comparison_and_on_again(page: Page) -> None:
+    page.to_tab()
+    off, on = "#stable_fast_off", "#stable_fast_on"
+    page.until(lambda: page.page.is_visible(off) and not page.page.is_visible(on), "it is on", 10)
+    page.click(off)
+    page.until(lambda: page.badge() == "off", "it is off", 20)
+    page.until(lambda: page.page.is_visible(on) and not page.page.is_visible(off), "it can be switched on", 10)
+    page.picture("off")
+    page.click(on)
+    page.until(lambda: page.badge() != "off", "it is on again", 20)
+
+
+def test_the_link_opens_the_settings(page: Page) -> None:
+    page.to_tab()
+    page.click("#stable_fast_view .sfast-link", "Settings")
+    page.until(lambda: page.page.is_visible("#setting_sfast_enabled"), "the settings are seen", 20)
+    page.to_pictures()
+
+
 WIDTHS = (420, 700, 1024, 1920)
 OUTSIDE = """(place) => [...document.querySelectorAll(`${place} *`)].filter((each) => {
     const box = each.getBoundingClientRect();
