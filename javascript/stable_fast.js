@@ -53,6 +53,15 @@
         return object[`${name}_parts`] || [object[name]];
     }
 
+    // the heading of a cell's column, seen where a row is a card
+    function labelled(cell, name) {
+        const label = document.createElement('span');
+        label.className = 'sfast-label';
+        label.textContent = name;
+        cell.insertBefore(label, cell.firstChild);
+        return cell;
+    }
+
     function addPieces(parent, tag, parts, name) {
         const element = add(parent, tag, undefined, name);
         fill(element, parts);
@@ -92,6 +101,7 @@
     function details(panel, status) {
         panel.textContent = '';
         addPieces(panel, 'div', pieces(status.badge, 'detail'), 'sfast-strong');
+        addNote(panel, 'div', status.badge);
         if (!status.no_gpu) {
             plansOf(status).filter((plan) => plan.last_pass).forEach((plan) => addParts(panel, 'div', planParts(plan)));
         }
@@ -102,6 +112,15 @@
         const link = add(panel, 'button', 'Open the tab Stable Fast', 'sfast-link');
         link.type = 'button';
         link.addEventListener('click', openTab);
+    }
+
+    // what the user should know in addition, such as of 8 bits
+    function addNote(parent, tag, badge) {
+        if (badge.note) {
+            const note = addPieces(parent, tag, pieces(badge, 'note'), 'sfast-note');
+            note.appendChild(document.createTextNode('. '));
+            help(note, badge.note_help);
+        }
     }
 
     // while an image is made everything is drawn anew each second; who is at a link by keyboard stays there
@@ -164,10 +183,17 @@
         panel.style.top = `${(parseFloat(panel.style.top) || 0) + top - is.top}px`;
     }
 
+    // how much of a preparation is over, behind the words of the badge
+    function progressOf(status) {
+        const done = status && status.badge.progress;
+        return typeof done === 'number' ? `${Math.round(100 * done)}%` : '0%';
+    }
+
     function write(state, text, status) {
         const parts = (status ? pieces(status.badge, 'text') : [text]).map(state === 'original' ? String : typeset);
         const said = parts.join('');
         for (const {button, label, sign, panel} of badges) {
+            button.style.backgroundSize = `${progressOf(status)} 2px`;
             if (button.dataset.state !== state || label.textContent !== said) {
                 button.dataset.state = state;
                 sign.textContent = SIGNS[state] || SIGNS.unknown;
@@ -338,16 +364,47 @@
         refresh();
     }
 
+    // a tab by the id of its panel, whatever a localisation has written on its button
+    function openPanel(root, id) {
+        const panels = Array.from(gradioApp().querySelectorAll(`${root} > .tabitem`));
+        const buttons = Array.from(gradioApp().querySelectorAll(`${root} > .tab-nav button`));
+        const place = panels.findIndex((panel) => panel.id === id);
+        if (buttons[place]) {
+            buttons[place].click();
+        }
+        return Boolean(buttons[place]);
+    }
+
+    // AUTOMATIC1111 and Forge have "Settings", SD.Next "System", and its modern theme a button
+    function openSettings() {
+        if (!openPanel('#tabs', 'tab_settings') && !openPanel('#tabs', 'tab_system')) {
+            const button = document.getElementById('btn_settings');
+            if (button) {
+                button.click();
+            }
+        }
+        return ['settings_stable_fast', 'settings_section_tab_stable_fast'].some((id) => openPanel('#settings', id));
+    }
+
     // if the page may not write to the clipboard, as over plain http, the text stays there to be copied by hand
-    function copy(text) {
-        if (navigator.clipboard) {
-            navigator.clipboard.writeText(text).catch(() => {});
+    async function copy(text) {
+        let copied = false;
+        try {
+            await navigator.clipboard.writeText(text);
+            copied = true;
+        } catch (error) {
+            copied = false;
+        }
+        const told = document.getElementById('stable_fast_copied');
+        if (told) {
+            told.textContent = '';
+            add(told, 'span', copied ? 'Copied' : 'Not copied: select the text below, and copy it', copied ? 'sfast-done' : 'sfast-error');
         }
     }
 
     // for the tab, in other files
     window.stableFast = {
-        refresh, watch, sized, typeset, help, redrawn, add, addParts, addPieces, pieces, planParts, plansOf, copy,
+        refresh, watch, sized, typeset, help, redrawn, add, addParts, addPieces, addNote, labelled, pieces, planParts, plansOf, copy, openSettings,
         onStatus: (listener) => {
             listeners.push(listener);
             if (last) {

@@ -27,8 +27,8 @@
     }
 
     function table(parent, heads, rows) {
-        const {add, addParts} = stableFast;
-        const made = add(add(parent, 'div', undefined, 'sfast-scroll'), 'table');
+        const {add, addParts, labelled} = stableFast;
+        const made = add(add(parent, 'div', undefined, 'sfast-scroll'), 'table', undefined, 'sfast-cards');
         const head = add(add(made, 'thead'), 'tr');
         const kind = (column) => (/, ms$|^Times/.test(heads[column]) ? 'sfast-number' : '');
         heads.forEach((name, column) => add(head, 'th', name, kind(column)).setAttribute('scope', 'col'));
@@ -36,7 +36,10 @@
         rows.forEach((cells) => {
             const row = add(body, 'tr');
             cells.forEach((cell, column) => {
-                (Array.isArray(cell) ? addParts : add)(row, 'td', cell, kind(column));
+                const made = (Array.isArray(cell) ? addParts : add)(row, 'td', cell, kind(column));
+                if (column > 0) {
+                    labelled(made, heads[column]);
+                }
             });
         });
     }
@@ -61,7 +64,7 @@
             addParts(view, 'p', [job.label ? sized(job.label) : null, ...left]);
         }
         if (job.message) {
-            add(view, 'p', job.message);
+            add(view, 'p', job.message, job.state === 'failed' ? 'sfast-error' : '');
         }
         if (job.rows.length > 0) {
             table(view, ROWS, job.rows.map((row) => [
@@ -113,6 +116,11 @@
 
     function follow(status) {
         const job = status.job || null;
+        // there is something to cancel only while it runs
+        const cancel = document.getElementById('stable_fast_cancel');
+        if (cancel) {
+            cancel.classList.toggle('sfast-unseen', !active(job));
+        }
         const before = shown;
         const other = JSON.stringify(job) !== JSON.stringify(before);
         shown = job;

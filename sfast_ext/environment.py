@@ -151,6 +151,15 @@ def _without_triton(device: torch.device) -> str:
     return "kernels in CUDA C++ are used" if nvrtc.supported(device) else "PyTorch's own kernels are used"
 
 
+def sums_in_half() -> bool:
+    """Whether `Config.faster_sums` changes anything on this machine: whether its GPU is a GeForce."""
+    if no_gpu() is not None:
+        return False
+    from sfast_ext.kernels.linear import mma_gemm
+
+    return mma_gemm.half_sums_profitable(torch.device("cuda", torch.cuda.current_device()))
+
+
 def nvrtc_version() -> str | None:
     """The version of the NVRTC that torch brings, such as "12.8"; None if it was not found."""
     from sfast_ext.kernels.backend import nvrtc

@@ -166,6 +166,9 @@ ON_CPU = Kind("no-gpu", "the model is on the CPU, and running there is switched 
 ROCM = Kind("unsupported-gpu", "this torch is built for ROCm: NVIDIA GPUs alone are accelerated")
 OLD_GPU = Kind("unsupported-gpu", "the GPU has compute capability {}: it takes {} or later")
 
+OLD_FOR_EIGHT_BITS = Kind("eight-bits", "the GPU has compute capability {}, and they take {} or later")
+NVRTC_FOR_EIGHT_BITS = Kind("eight-bits", "they take NVRTC, which cannot be used here ({})")
+
 GRADIENTS = Kind("training", "gradients are being recorded")
 MODE = Kind("torch-state", "{} is active around the call: it sees or changes each operation of torch")
 JIT_TRACE = Kind("torch-state", "torch.jit.trace, or an export that uses it, records the call")

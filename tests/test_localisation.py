@@ -36,7 +36,7 @@ def dumped(status):
 def other(value):
     """The same data with other words and numbers. What code asks for stays."""
     if isinstance(value, dict):
-        kept = ("kind", "state", "code")
+        kept = ("kind", "state", "code", "name")
         labels = {key: re.sub(r"\d+", lambda found: f"{found[0]}8", value[key]) for key in value if key == "label"}
         return {**{key: each if key in kept else other(each) for key, each in value.items()}, **labels}
     if isinstance(value, list):

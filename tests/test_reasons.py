@@ -159,10 +159,10 @@ def test_values_are_kept_as_json_has_them():
 
 
 def test_no_part_of_the_package_reads_the_sentence_of_a_reason():
-    # addresses in foreign texts, paths, Markdown, sizes that a user types; the other names are of code
+    # addresses in foreign texts, paths, Markdown, sizes that a user types, names of models; the others are of code
     may = {
         "reasons.py", "ui/bug_report.py", "ui/help_page.py", "ui/requests.py", "capture/quantised.py",
-        "behaviour/reach.py", "behaviour/value_types.py", "kernels/backend/cuda_libraries.py",
+        "hosts/eight_bits.py", "behaviour/reach.py", "behaviour/value_types.py", "kernels/backend/cuda_libraries.py",
     }  # fmt: skip
     package = ROOT / "sfast_ext"
     assert {file.relative_to(package).as_posix() for file in package.rglob("*.py") if _imports_re(file)} <= may

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from sfast_ext.cli import interpreter, parsers
-from sfast_ext.cli.parsers import add_stack, parser
+from sfast_ext.cli.parsers import add_lossy, add_stack, parser
 from sfast_ext.cli.values import (
     ATTENTIONS,
     DTYPES,
@@ -26,6 +26,7 @@ __all__ = [
     "ATTENTIONS",
     "DTYPES",
     "ENGINES",
+    "add_lossy",
     "add_stack",
     "capability",
     "count",
@@ -92,11 +93,12 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "doctor":
         from sfast_ext.tools import doctor
 
-        return doctor.main(args.json)
+        return doctor.main(args.json, args.eight_bits)
     if args.command == "demo":
         from sfast_ext.tools import demo
 
-        return demo.main(demo.Options(args.model, args.out, args.steps, args.size, args.json, args.verbose))
+        lossy = args.faster_sums, args.eight_bits
+        return demo.main(demo.Options(args.model, args.out, args.steps, args.size, args.json, args.verbose, *lossy))
     if args.command == "quality":
         from sfast_ext.tools import quality
 
@@ -110,6 +112,7 @@ def _run(args: argparse.Namespace) -> int:
                 prompts=args.prompts,
                 yardstick=args.yardstick,
                 exact=args.exact,
+                lossy=not args.no_lossy,
                 json=args.json,
             )
         )

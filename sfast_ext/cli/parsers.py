@@ -62,6 +62,17 @@ def add_stack(command: argparse.ArgumentParser) -> None:
         help="Stable Fast chooses its kernels as on a GPU of this compute capability, which must not be newer than that"
         " of the GPU in this machine.",
     )
+    add_lossy(command)
+
+
+def add_lossy(command: argparse.ArgumentParser) -> None:
+    """The settings of Stable Fast that change details of an image."""
+    command.add_argument(
+        "--faster-sums", action="store_true", help="Stable Fast adds up in half precision on a GeForce."
+    )
+    command.add_argument(
+        "--eight-bits", action="store_true", help="Stable Fast computes linear layers with 8-bit integers."
+    )
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:
@@ -165,6 +176,11 @@ def parser() -> argparse.ArgumentParser:
         "prints it for a program to read.",
     )
     doctor.add_argument("--json", action="store_true", help="Print it as JSON.")
+    doctor.add_argument(
+        "--eight-bits",
+        action="store_true",
+        help="Name every layer that stayed in half precision in the last image with 8 bits.",
+    )
 
     demo = add(
         "demo",
@@ -175,6 +191,7 @@ def parser() -> argparse.ArgumentParser:
         "compares images of your own model.",
     )
     _add_images(demo, "demo-output")
+    add_lossy(demo)
     demo.add_argument(
         "--verbose", action="store_true", help="Show the first calls, the captures and what each plan consists of, too."
     )
@@ -250,6 +267,11 @@ def parser() -> argparse.ArgumentParser:
         "--exact",
         action="store_true",
         help="Make the images in float32 as well, and tell which of the others are nearer to them. Needs a GPU.",
+    )
+    quality.add_argument(
+        "--no-lossy",
+        action="store_true",
+        help="Leave out half-precision sums and 8 bits, which are compared as well if this machine has them.",
     )
 
     tune = add(

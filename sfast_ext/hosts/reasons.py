@@ -76,4 +76,11 @@ DIFFUSERS_HOOKS = Kind("diffusers-hooks",
     "diffusers has put hooks on layers (group offload, layerwise casting or a cache)",
     "turn that feature off and load the model again to accelerate")
 
+NO_EIGHT = "turn 8 bits off if that shows"
+FEW_STEPS = Kind("eight-bits", "8 bits and few steps ({}): each step counts for more, so details change more",
+    "take more than 8 steps, or " + NO_EIGHT)
+FEW_STEP_MODEL = Kind("eight-bits", "8 bits and {}, which is made for few steps: details change more", NO_EIGHT)
+FEW_STEP_SAMPLER = Kind("eight-bits",
+    "8 bits and the sampler or schedule {}, which is made for few steps: details change more", NO_EIGHT)
+
 TABLE = rows(list(globals().values()))

@@ -61,6 +61,7 @@ class Refusal:
             "model": None,
             "job": None,
             "accelerators": [],
+            "eight_bits": None,
             **session.report.as_dict(),
         }
         return {**found, "unserved": str(self._why), "badge": words.badge(found)}

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, NoReturn
 
 from sfast_ext import environment, parallel_png, preparation, reasons
 from sfast_ext.accelerator import Accelerator
-from sfast_ext.hosts import host_queue, idle, webui_probes, xyz
+from sfast_ext.hosts import host_queue, idle, tab_actions, webui_probes, xyz
 from sfast_ext.hosts.answers import Answers
 from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.hosts.eight_bits import EightBits
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined, Probe, examine
 from sfast_ext.jobs.job import Jobs
@@ -66,6 +67,7 @@ class Session:
         self.installation = Installation(self.found, self.report.error)
         self.script: type | None = None
         """What `request_script` has made."""
+        self.eight_bits = EightBits(self.report, self.model_name)
         self._log_level: int | None = None
         self._described: tuple[bool, dict[str, Any], Reason | None] | None = None
 
@@ -171,7 +173,7 @@ class Session:
         return None
 
     def _answer(self) -> None:
-        answers = Answers(self.report, self.attachments, self.config, self.guarded)
+        answers = Answers(self.report, self.attachments, self.config, self.guarded, self.eight_bits)
         self.installation.wrap("process_images_inner", answers.process)
 
     def install(self, host: Installation) -> None:
@@ -246,6 +248,7 @@ class Session:
         """
         config = self.config()
         described, missing = self._machine()
+        accelerators = [each for attachment in self.attachments for each in attachment.status()]
         found = {
             "version": self.version,
             "host": self.host_status(),
@@ -256,7 +259,8 @@ class Session:
             "unserved": None,
             "model": self.model_name(),
             "job": self.rehearsals.jobs.status(),
-            "accelerators": [each for attachment in self.attachments for each in attachment.status()],
+            "accelerators": accelerators,
+            "eight_bits": self.eight_bits.status(config, accelerators, names),
             **self.report.as_dict(names),
         }
         last = found["last_pass"]
@@ -306,9 +310,7 @@ class Session:
     def _tab(self) -> list[Any]:
         # a host goes through the result: our exceptions must leave it an empty one
         try:
-            source, jobs = self.source, self.source.jobs
-            actions = source.drop, source.report, jobs.prepare, jobs.measure, jobs.cancel, jobs.measurements
-            return tab.tabs(tab.Actions(*actions, source.page_may_read))
+            return tab.tabs(tab_actions.actions(self.source))
         except Exception as exc:
             self.report.error("the tab", exc)
             return []

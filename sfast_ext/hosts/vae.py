@@ -72,7 +72,8 @@ class Vaes:
             cuda_graphs=False,
             rare_calls=True,
             rare_gain=GAIN,
-            # a VAE's activations come near the largest number of float16, and partial sums nearer
+            # a VAE's activations come near the largest number of float16, and partial sums nearer; 8 bits show in an
+            # image at once, which no later step corrects
             faster_sums=False,
             eight_bits=False,
             max_plans=min(config.max_plans, MAX_PLANS),

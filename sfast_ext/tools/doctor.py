@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sfast_ext import __version__, environment, last_start
+from sfast_ext import __version__, eight_bits, environment, last_start, reasons
 from sfast_ext.kernels.backend import choices
 from sfast_ext.tools import measured
 from sfast_ext.tools.lib import machine
@@ -16,6 +16,9 @@ NOT_ON_WINDOWS = (
     "Stable Fast was not run on Windows by those who write it. Whether it works for you or not: an issue with this"
     " text, and with what 'Copy a report' in the tab Stable Fast gives, helps everybody who has Windows."
 )
+
+LISTED = 5
+"""So many of the layers that stay in half precision with 8 bits are named if nobody asks for all."""
 
 _NAMES = {
     "sfast_ext": "Stable Fast",
@@ -47,6 +50,7 @@ def collect() -> dict[str, Any]:
     found["diffusers"] = environment.version("diffusers")
     found["used"] = used(found)
     found["last_start"] = last_start.read()
+    found["eight_bits"] = {"refused": reasons.text(eight_bits.refusal()), "last": eight_bits.read()}
     known = choices.memory_of(machine.device()).choices() if found["gpu"] else {}
     found["measured"] = {what: {key: one._asdict() for key, one in keys.items()} for what, keys in known.items()}
     return found
@@ -76,13 +80,18 @@ def used(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def text(found: dict[str, Any]) -> str:
-    """What was found, for a person."""
+def text(found: dict[str, Any], every_layer: bool = False) -> str:
+    """What was found, for a person.
+
+    Args:
+        every_layer: whether each layer is named that stays in half precision with 8 bits.
+    """
     width = max(map(len, _NAMES.values()))
     lines = [f"{name.ljust(width)}  {found[key]}" for key, name in _NAMES.items() if found.get(key) is not None]
     missing = [name for key, name in _NAMES.items() if found.get(key) is None]
     lines.append(f"{'Not here'.ljust(width)}  {', '.join(missing) or 'nothing is missing'}")
     lines += ["", "What will be used", *(f"  {line}" for line in found["used"])]
+    lines += ["", "8 bits", *(f"  {line}" for line in _eight_bits(found["eight_bits"], every_layer))]
     started = found["last_start"]
     if started is not None:
         said = started["lines"] or ["All that it relies on was there."]
@@ -99,8 +108,17 @@ def text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(as_json: bool) -> int:
+def _eight_bits(found: dict[str, Any], every_layer: bool) -> list[str]:
+    refused, last = found["refused"], found["last"]
+    lines = ["They can be used on this machine." if refused is None else f"Not used on this machine: {refused}."]
+    if last is None:
+        return [*lines, "In the WebUI no image was made with them."]
+    said = eight_bits.lines(last, None if every_layer else LISTED)
+    return [*lines, "In the last image of the WebUI with them:", *(f"  {line}" for line in said)]
+
+
+def main(as_json: bool, every_layer: bool = False) -> int:
     """Print it; 0 always: a machine without a GPU is no fault."""
     found = collect()
-    print(json.dumps(found, indent=2) if as_json else text(found))
+    print(json.dumps(found, indent=2) if as_json else text(found, every_layer))
     return 0

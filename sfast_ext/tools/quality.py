@@ -3,6 +3,9 @@
 The yardstick is the difference that the model shows by itself between two settings of a WebUI that nobody would call
 wrong: the attentions "sdp" and `--yardstick`, on the same seeds. It rounds differently in its attention alone, the
 accelerator everywhere. So `--exact` also makes the images in float32, and asks who is nearer to them.
+
+Sums in half precision and 8 bits are compared as well, on a machine that has them. How much they change is no fault: a
+user chooses them.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from sfast_ext import Accelerator, Config, accelerate
+from sfast_ext import Accelerator, Config, accelerate, eight_bits, environment
 from sfast_ext.tools.lib import Unavailable, attentions, contact_sheet, machine, pace, pipelines
 from sfast_ext.tools.lib.exact import without_tf32
 from sfast_ext.tools.lib.likeness import Likeness, likeness, missing
@@ -39,6 +42,8 @@ UNSEEN_DB = 60.0
 MARGIN_DB = 3.0
 """By which the median of a few images may be worse than the yardstick's: twice the mean squared error."""
 _MEASURES = (("psnr", 1), ("ssim", 5), ("lpips", 5))  # and decimals
+LOSSY = {"faster_sums": "half-precision sums", "eight_bits": "8 bits"}
+"""Fields of `Config` that change details, in words."""
 _WARM_UP = 2  # images: the VAE's plan is made at the second
 
 
@@ -54,6 +59,8 @@ class Options:
     prompts: Path | None
     yardstick: str
     exact: bool
+    lossy: bool
+    """Whether sums in half precision and 8 bits are compared as well."""
     json: Path | None
 
 
@@ -67,6 +74,8 @@ class Row:
     yardstick: Likeness
     exact: tuple[Likeness, Likeness] | None = None
     """Of the original and the accelerated image to one in float32."""
+    lossy: dict[str, Likeness] = field(default_factory=dict)
+    """By the words of `LOSSY`: of the image made so to the original's."""
 
 
 class Series:
@@ -77,6 +86,8 @@ class Series:
     ) -> None:
         self._pipe, self._steps, self._size, self._tick = pipe, steps, size, tick
         self._noise_dtype = torch.float32
+        self.layers: list[str] = []
+        """What the last accelerated ones computed in 8 bits, in sentences."""
         self.jobs = [(seed, prompts[seed % len(prompts)]) for seed in range(count)]
 
     def images(self) -> list[np.ndarray]:
@@ -133,9 +144,13 @@ class Series:
         finally:
             pipelines.convert(self._pipe, own)
 
-    def accelerated(self, device: torch.device) -> tuple[list[np.ndarray], dict[str, str]]:
-        """All of them with the UNet and the VAE's decoder accelerated; by part, why calls of it were not."""
-        config = Config(allow_cpu=device.type == "cpu")
+    def accelerated(self, device: torch.device, **lossy: Any) -> tuple[list[np.ndarray], dict[str, str]]:
+        """All of them with the UNet and the VAE's decoder accelerated; by part, why calls of it were not.
+
+        Args:
+            lossy: fields of `Config`, for the UNet.
+        """
+        config = replace(Config(allow_cpu=device.type == "cpu"), **lossy)
         parts = {UNET: accelerate(self._pipe.unet, config)}
         vae = Config(allow_cpu=config.allow_cpu, cuda_graphs=False, rare_calls=True, rare_gain=math.inf)
         parts[VAE] = accelerate(self._pipe.vae.decoder, vae)
@@ -144,6 +159,7 @@ class Series:
                 self.image(*self.jobs[0], steps=2)
             before = {name: _reasons(part) for name, part in parts.items()}
             made = self.images()
+            self.layers = eight_bits.lines(eight_bits.summary([parts[UNET].status()]))
             return made, {name: why for name, part in parts.items() if (why := _bypassed(part, before[name]))}
         finally:
             for part in parts.values():
@@ -172,6 +188,12 @@ def faults(rows: list[Row]) -> list[str]:
     """What is worse than it may be, a sentence each: farther from exact images than the original, where there are
     exact ones, else farther from the original than the yardstick."""
     found = [f"seed {row.seed}: a value is not finite" for row in rows if row.accelerated.psnr == -math.inf]
+    found += [
+        f"seed {row.seed} with {name}: a value is not finite"
+        for row in rows
+        for name, each in row.lossy.items()
+        if each.psnr == -math.inf
+    ]
     exact = _exact(rows)
     theirs, ours = zip(*exact) if exact else reversed(_columns(rows))
     at_least, reached = (median(each.psnr for each in some) for some in (theirs, ours))
@@ -216,16 +238,35 @@ def report(rows: list[Row], yardstick: str) -> str:
     )
 
 
-def write_sheet(
-    out: Path, rows: list[Row], original: list[np.ndarray], ours: list[np.ndarray], other: list[np.ndarray], name: str
-) -> None:
-    """sheet.png: a row for each seed."""
+def side_by_side(rows: list[Row], yardstick: str) -> str:
+    """The table of all ways: the median of each measure, and the lowest PSNR."""
+    ways = {"accelerated": [row.accelerated for row in rows]}
+    ways |= {name: [row.lossy[name] for row in rows] for name in rows[0].lossy}
+    ways[f"original, {yardstick}"] = [row.yardstick for row in rows]
     lines = []
-    for row, a, b, c in zip(rows, original, ours, other, strict=True):
-        (seen, by), (seen_other, by_other) = contact_sheet.difference(a, b), contact_sheet.difference(a, c)
-        labels = (f"seed {row.seed}", f"{row.accelerated.psnr:.1f} dB", f"x {by:g}", f"{row.yardstick.psnr:.1f} dB")
-        lines.append(((a, b, seen, c, seen_other), (*labels, f"x {by_other:g}")))
-    head = ("original", "accelerated", "difference", name, "difference")
+    for name, likes in ways.items():
+        columns = [([getattr(each, measure) for each in likes], digits) for measure, digits in _MEASURES]
+        middle = [number(None if None in column else median(column), digits) for column, digits in columns]
+        lines.append((name, *middle, number(min(columns[0][0]), 1)))
+    return table(("", *(name.upper() for name, _ in _MEASURES), "lowest PSNR"), lines)
+
+
+def write_sheet(out: Path, rows: list[Row], original: list[np.ndarray], ways: Mapping[str, list[np.ndarray]]) -> None:
+    """sheet.png: a row for each seed.
+
+    Args:
+        ways: images of the same seeds by the name of how they were made: "accelerated", those of `Row.lossy`, and last
+            the yardstick.
+    """
+    lines = []
+    for i, (row, image) in enumerate(zip(rows, original, strict=True)):
+        cells, labels = [image], [f"seed {row.seed}"]
+        for made, like in zip(ways.values(), (row.accelerated, *row.lossy.values(), row.yardstick), strict=True):
+            seen, by = contact_sheet.difference(image, made[i])
+            cells += [made[i], seen]
+            labels += [f"{like.psnr:.1f} dB", f"x {by:g}"]
+        lines.append((cells, labels))
+    head = ["original", *(word for name in ways for word in (name, "difference"))]
     out.mkdir(parents=True, exist_ok=True)
     contact_sheet.sheet(head, lines).save(out / "sheet.png")
 
@@ -249,6 +290,15 @@ def _finite(value: Any) -> Any:
     return tree_map(lambda x: None if isinstance(x, float) and not math.isfinite(x) else x, value)
 
 
+def lossy_here() -> tuple[list[str], list[str]]:
+    """Of the fields of `LOSSY` those that change anything on this machine; and why the others do not, in sentences."""
+    refused = eight_bits.refusal()
+    here = {"faster_sums": environment.sums_in_half(), "eight_bits": refused is None}
+    why = {"faster_sums": "it is for GeForce", "eight_bits": str(refused)}
+    left_out = [f"{LOSSY[name]}: not compared, {why[name]}" for name, has in here.items() if not has]
+    return [name for name, has in here.items() if has], left_out
+
+
 def main(options: Options) -> int:
     """Make the images, print the table, write the sheet; 1 if something is not as it has to be.
 
@@ -268,25 +318,37 @@ def main(options: Options) -> int:
     pipe.set_progress_bar_config(disable=True)
     attentions.make(options.yardstick, attentions.attention_layers(pipe.unet)[0][1])
     print(f"{name} on {machine.describe()['gpu'] or 'the CPU'}", flush=True)
-    pace.of_images(device, pipe.unet, size, 3 * options.images * steps)
+    fields, remarks = lossy_here() if options.lossy else ([], [])
+    pace.of_images(device, pipe.unet, size, (3 + len(fields)) * options.images * steps)
     with tqdm(
-        total=(3 + options.exact) * options.images, unit="image", file=sys.stdout, dynamic_ncols=True
+        total=(3 + options.exact + len(fields)) * options.images, unit="image", file=sys.stdout, dynamic_ncols=True
     ) as progress:
         series = Series(pipe, prompts, options.images, steps, size, progress.update)
         original = series.images()
         other = series.with_attention(options.yardstick)
         exact = series.exact() if options.exact else None
         ours, bypassed = series.accelerated(device)
+        lossy: dict[str, list[np.ndarray]] = {}
+        for each in fields:
+            lossy[LOSSY[each]], why = series.accelerated(device, **{each: True})
+            bypassed |= {f"{part} with {LOSSY[each]}": reason for part, reason in why.items() if part == UNET}
+            remarks += series.layers
     to_ours, to_other = compared(original, ours), compared(original, other)
     rows = [Row(*job, a, b) for job, a, b in zip(series.jobs, to_ours, to_other, strict=True)]
     if exact is not None:
         for row, before, after in zip(rows, compared(exact, original), compared(exact, ours), strict=True):
             row.exact = before, after
+    for way, made in lossy.items():
+        for row, like in zip(rows, compared(original, made), strict=True):
+            row.lossy[way] = like
     print(f"\n{report(rows, options.yardstick)}\n")
-    write_sheet(options.out, rows, original, ours, other, options.yardstick)
+    if lossy:
+        print(f"{side_by_side(rows, options.yardstick)}\n")
+    print("".join(f"{line}\n" for line in remarks), end="")
+    write_sheet(options.out, rows, original, {"accelerated": ours, **lossy, options.yardstick: other})
     print(f"{options.out}/sheet.png: the images and their differences")
-    found = faults(rows) + ([f"the UNet {bypassed[UNET]}"] if UNET in bypassed else [])
-    for sentence in (*missing(), *(f"the {name} {why}" for name, why in bypassed.items() if name != UNET), *found):
+    found = faults(rows) + [f"the {name} {why}" for name, why in bypassed.items() if name != VAE]
+    for sentence in (*missing(), *(f"the {name} {why}" for name, why in bypassed.items() if name == VAE), *found):
         print(sentence)
     if options.json is not None:
         told = {

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sfast_ext import eight_bits
 from sfast_ext.ui.words import plan_words
 
 EVENTS = 40
@@ -88,6 +89,7 @@ def text(status: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
         "",
         "Plans",
         *_plans(status),
+        *_eight_bits(status.get("eight_bits")),
         "",
         "Not accelerated (steps of the last image / since the start)",
         *(f"  {row['calls_last']} / {row['calls']}: {row['reason']}" for row in status["reasons_listed"]),
@@ -102,6 +104,13 @@ def text(status: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     if error:
         lines += ["", f"Last error, in {error['stage']}", *str(error.get("traceback", error["message"])).splitlines()]
     return "\n".join(_anonymous(line) for line in lines) + "\n"
+
+
+def _eight_bits(told: Mapping[str, Any] | None) -> list[str]:
+    if told is None:
+        return []
+    said = [*([told["note"]] if told["note"] else []), *eight_bits.lines(told, most=None)]
+    return ["", "8 bits", *(f"  {line}" for line in said)] if said else []
 
 
 def _plans(status: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,12 @@ from typing import Any
 
 GREY = "#808080"
 """Can be read on a light and on a dark page: the image has no background."""
-COLOURS = ("#9a9a9a", "#2f7fd0", "#7fb2e5")
+COLOURS = ("#9a9a9a", "#d9650a", "#f0b384")
+"""Of the original, of Stable Fast as everywhere on the page, and of it in an earlier measurement."""
+
+
+ORIGINAL = "original"
+"""The name of the first series."""
 
 
 def figure(measurements: Sequence[Mapping[str, Any]]) -> Any:
@@ -30,10 +35,11 @@ def figure(measurements: Sequence[Mapping[str, Any]]) -> Any:
     for number, (name, values) in enumerate(series.items()):
         places = [place + number * high for place in range(len(labels))]
         drawn = axes.barh(places, [values[label] for label in labels], high, label=name, color=COLOURS[number])
-        axes.bar_label(drawn, fmt="%.1f", padding=3, color=GREY)
+        times = [f"{values[label]:.1f}{_times(series[ORIGINAL][label], values[label], number)}" for label in labels]
+        axes.bar_label(drawn, times, padding=3, color=GREY)
     axes.set_yticks([place + high * (len(series) - 1) / 2 for place in range(len(labels))], labels)
     axes.invert_yaxis()
-    axes.margins(x=0.15)
+    axes.margins(x=0.2)
     axes.set_xlabel("milliseconds a step", color=GREY)
     axes.tick_params(colors=GREY)
     for side, spine in axes.spines.items():
@@ -54,7 +60,7 @@ def bars(measurements: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
     if not rows:
         return {}
     series = {
-        "original": {label: row["ms_before"] for label, row in rows.items()},
+        ORIGINAL: {label: row["ms_before"] for label, row in rows.items()},
         f"Stable Fast, {_of(last)}": {label: row["ms_after"] for label, row in rows.items()},
     }
     for earlier in reversed(measurements[:-1]):
@@ -64,6 +70,11 @@ def bars(measurements: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
             series[f"Stable Fast, {_of(earlier)}"] = {label: known[label] for label in rows}
             break
     return series
+
+
+def _times(before: float, after: float, series: int) -> str:
+    """How many times faster, beside all bars but the original's."""
+    return "" if series == 0 or not after else f"   {before / after:.1f}x"
 
 
 def _of(measurement: Mapping[str, Any]) -> str:

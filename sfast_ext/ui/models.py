@@ -64,6 +64,22 @@ class Badge(BaseModel):
     text_parts: list[str] = Field(..., description="the words in pieces, names and numbers apart from words")
     detail_parts: list[str] = Field(..., description="the sentence in such pieces")
     help: Optional[str] = Field(..., description="its entry of the help; null if nothing is to be done")
+    note: Optional[str] = Field(None, description="what the user should know in addition; null if there is nothing")
+    note_parts: list[str] = Field([], description="the same in such pieces")
+    note_help: Optional[str] = Field(None, description="its entry of the help")
+    progress: Optional[float] = Field(None, description="0 to 1 while a size is prepared; null if it is not known")
+
+
+class EightBits(BaseModel):
+    """What is computed in 8 bits."""
+
+    on: bool = Field(..., description="whether the setting is on")
+    layers: int = Field(..., description="layers in 8 bits")
+    kept: list[list[Any]] = Field(..., description="name and error of those kept in half precision, worst first")
+    bytes: int = Field(..., description="GPU memory of the copies of weights in 8 bits")
+    note: Optional[str] = Field(None, description="why it is not used, or why details are likely to suffer")
+    note_parts: list[str] = Field(..., description="the same in pieces, names and numbers apart from words")
+    help: Optional[str] = Field(None, description="its entry of the help")
 
 
 class Row(BaseModel):
@@ -135,6 +151,7 @@ class Status(BaseModel):
     job: Optional[Job] = Field(None, description="the job of prepare or measure that runs, or the last one")
     badge: Badge = Field(..., description="the state in short")
     accelerators: list[dict[str, Any]] = Field(..., description="one for each network, with its plans")
+    eight_bits: Optional[EightBits] = Field(None, description="what is computed in 8 bits; null if nothing can be said")
     preparing: Optional[dict[str, Any]] = Field(None, description="what is being prepared, its stage and seconds")
     last_pass: dict[str, int] = Field(..., description="steps of the last image: accelerated, bypassed, prepared")
     reasons: dict[str, int] = Field(..., description="why steps were bypassed, in the last two passes of the sampler")

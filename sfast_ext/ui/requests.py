@@ -111,6 +111,8 @@ def from_text(sizes: str, pictures: str, tokens: Sequence[str] = ()) -> list[Wan
     written = [re.sub(r"\s*[xX\u00d7*]\s*", "x", each) for each in _split(sizes)]
     numbers = [int(each) if each.isascii() and each.isdigit() and len(each) < 5 else each for each in _split(pictures)]
     ticked = [int(each) if each.isascii() and each.isdigit() else each for each in tokens or ()]
+    if not written:
+        raise ValueError("write at least one size, such as 512x512")
     return combined(written, numbers or [1], _lengths(ticked) if ticked else ())
 
 

@@ -16,6 +16,7 @@ from sfast_ext.report import Report
 from sfast_ext.ui.settings_table import (
     ALL,
     CHECK_LABELS,
+    EIGHT,
     FASTER,
     HEADINGS,
     LEVELS,
@@ -35,7 +36,8 @@ CATEGORY = ("stable_fast", "Acceleration")
 
 logger = logging.getLogger("sfast_ext")
 
-_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+SWITCHED = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
+"""What the words of a switch mean."""
 
 _announced: dict[str, str] = {}
 """The invalid value of each setting that was reported last."""
@@ -175,6 +177,8 @@ def config_from(opts: Any, report: Report | None = None) -> HostConfig:
     preset = _word(PRESET, opts, report)
     if preset == FASTER:
         return replace(config, faster_sums=True)
+    if preset == EIGHT:
+        return replace(config, eight_bits=True)
     return _on_small_card(config) if preset == SMALL else config
 
 
@@ -254,8 +258,8 @@ def _converted(setting: Setting, value: Any) -> Any:
         return CHECK_LABELS[value]
     if kind is bool:
         word = value.strip().lower() if isinstance(value, str) else None
-        if word in _YES or word in _NO:
-            return word in _YES
+        if word in SWITCHED:
+            return SWITCHED[word]
         if value not in (True, False):
             raise ValueError(value)
         return bool(value)

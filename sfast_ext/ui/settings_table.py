@@ -115,6 +115,15 @@ SETTINGS = (
         infotext="Stable Fast faster sums",
     ),
     Setting(
+        "sfast_eight_bits",
+        "eight_bits",
+        "8 bits",
+        "Most of a step is computed with whole numbers of 8 bits, fastest on NVIDIA cards from RTX 20 on. What is too "
+        "sensitive for it stays in half precision. Details of the image change. Not for models of few steps (Turbo, "
+        "LCM, Lightning). It takes GPU memory of about half the model's size",
+        infotext="Stable Fast 8 bits",
+    ),
+    Setting(
         "sfast_graph_memory_mb",
         "graph_memory_mb",
         "GPU memory for fast replays (MB)",
@@ -178,14 +187,15 @@ SETTINGS = (
 )
 
 SAME, FASTER, SMALL = "same picture", "faster sums on GeForce", "small card"
+EIGHT = "8 bits (faster, details change)"
 PRESET = Setting(
     "sfast_preset",
     "preset",
     "Preset",
     "same picture: the settings below as they are. faster sums on GeForce: switches that option on. "
-    "small card: at most an eighth of the GPU's memory and four sizes kept ready, whatever is set below; sizes are "
-    "prepared again more often",
-    choices=(SAME, FASTER, SMALL),
+    "8 bits: switches that option on. small card: at most an eighth of the GPU's memory and four sizes kept ready, "
+    "whatever is set below; sizes are prepared again more often",
+    choices=(SAME, FASTER, EIGHT, SMALL),
 )
 SIZES_OF_SMALL = 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,10 @@ TITLE, KEY = "Stable Fast", "stable_fast"
 PASSWORD = (
     "The WebUI's API asks for a password. Open the address /sfast/v1/report of this WebUI in this browser and log in,"
     " then press the button again."
+)
+AFRESH = (
+    "<h3>Start afresh</h3> <span>Frees the GPU memory of all sizes. The next image of each takes as long as its first"
+    " one did.</span>"
 )
 NO_CHART = "There is nothing to draw: no size was measured yet, or matplotlib is not installed."
 
@@ -31,6 +36,8 @@ class Actions:
     cancel: Callable[[], bool]
     measurements: Callable[[], list[dict[str, Any]]]
     """Those that were kept, oldest first."""
+    switch: Callable[[bool], object]
+    """Switches the extension on or off until the host starts again."""
     may_read: Callable[[Any], bool] = lambda request: True
     """Whether who makes a request of Gradio's may read what the routes answer."""
 
@@ -44,13 +51,14 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
 
     def dropped() -> str:
         # each sentence in its own element: the host translates those that it finds
-        return f"<span>Plans dropped:</span> {actions.drop()}. <span>They are made anew when they are needed.</span>"
+        again = "Each is made ready again when it is needed."
+        return f"<span>Sizes forgotten:</span> {actions.drop()}. <span>{again}</span>"
 
     def drawn(request: Any = None) -> tuple[Any, str]:
         if not actions.may_read(request):
             return gradio.update(visible=False), PASSWORD
         figure = chart.figure(actions.measurements())
-        return gradio.update(value=figure, visible=figure is not None), "" if figure is not None else NO_CHART
+        return gradio.update(value=figure, visible=figure is not None), "" if figure is not None else _fault(NO_CHART)
 
     def reported(request: Any = None) -> str:
         return actions.report() if actions.may_read(request) else PASSWORD
@@ -59,13 +67,12 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         # Gradio gives a request to an argument of this type
         for each in (drawn, reported):
             each.__annotations__["request"] = gradio.Request
-    refresh, watch = "() => { stableFast.refresh(); }", "() => { stableFast.watch(); }"
     with gradio.Blocks(analytics_enabled=False) as page:
         gradio.HTML('<div id="stable_fast_view">Loading ...</div>', elem_id="stable_fast_tables")
         with gradio.Row():
-            refresh_button = gradio.Button("Refresh", elem_id="stable_fast_refresh")
-            drop_button = gradio.Button("Drop plans", elem_id="stable_fast_drop")
-        drop_told = gradio.HTML("", elem_id="stable_fast_dropped")
+            off = gradio.Button("Switch off, for a comparison", elem_id="stable_fast_off")
+            on = gradio.Button("Switch on", elem_id="stable_fast_on")
+            refresh = gradio.Button("Refresh", elem_id="stable_fast_refresh")
         gradio.HTML("<h3>Prepare and measure</h3>", elem_id="stable_fast_jobs")
         with gradio.Row():
             sizes = gradio.Textbox(
@@ -84,50 +91,48 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
             elem_id="stable_fast_tokens",
         )
         with gradio.Row():
-            prepare_button = gradio.Button("Prepare", elem_id="stable_fast_prepare")
-            measure_button = gradio.Button("Measure", elem_id="stable_fast_measure")
-            cancel_button = gradio.Button("Cancel", elem_id="stable_fast_cancel")
-            chart_button = gradio.Button("Draw the last measurement", elem_id="stable_fast_chart")
+            prepare = gradio.Button("Prepare", elem_id="stable_fast_prepare")
+            measure = gradio.Button("Measure", variant="primary", elem_id="stable_fast_measure")
+            cancel = gradio.Button("Cancel", elem_id="stable_fast_cancel")
+            draw = gradio.Button("Draw the last measurement", elem_id="stable_fast_chart")
         told = gradio.HTML("", elem_id="stable_fast_told")
         gradio.HTML('<div id="stable_fast_job"></div>', elem_id="stable_fast_progress")
         plot = gradio.Plot(label="Milliseconds a step", visible=False, elem_id="stable_fast_plot")
         gradio.HTML("<h3>Report a bug</h3>", elem_id="stable_fast_bug")
-        report_button = gradio.Button("Copy a report", elem_id="stable_fast_report")
+        report = gradio.Button("Copy a report", elem_id="stable_fast_report")
+        gradio.HTML('<div id="stable_fast_copied" role="status"></div>', elem_id="stable_fast_copied_box")
         text = gradio.Textbox(
             label="Report for a bug: versions, card, settings and reasons; no prompt, no names of files",
-            lines=8,
+            lines=3,
             max_lines=24,
             # otherwise it could not be selected by keyboard, if the page may not write to the clipboard
             interactive=True,
-            # it is read from its beginning
-            autoscroll=False,
             show_copy_button=True,
             elem_id="stable_fast_report_text",
+            **_known(gradio.Textbox, autoscroll=False),  # it is read from its beginning
         )
-        buttons = (
-            refresh_button,
-            drop_button,
-            prepare_button,
-            measure_button,
-            cancel_button,
-            chart_button,
-            report_button,
-        )
-        for each in (sizes, pictures, tokens, text, *buttons):
+        gradio.HTML(AFRESH, elem_id="stable_fast_afresh")
+        drop = gradio.Button("Forget all ready sizes", variant="stop", elem_id="stable_fast_drop")
+        drop_told = gradio.HTML("", elem_id="stable_fast_dropped")
+        for each in (sizes, pictures, tokens, text, off, on, refresh, prepare, measure, cancel, draw, report, drop):
             # the WebUI would keep its text, or whether it is seen, in ui-config.json, also after the extension is gone
             each.do_not_save_to_config = True
-        refresh_button.click(fn=None, _js=refresh)
-        drop_button.click(fn=dropped, outputs=[drop_told], api_name=False).then(fn=None, _js=refresh)
-        for button, start in ((prepare_button, actions.prepare), (measure_button, actions.measure)):
+
+        def after(event: Any, script: str, **more: Any) -> None:
+            event.then(fn=None, **_script(refresh, script), **more)
+
+        redraw, watch = "() => { stableFast.refresh(); }", "() => { stableFast.watch(); }"
+        refresh.click(fn=None, **_script(refresh, redraw))
+        after(drop.click(fn=dropped, outputs=[drop_told], api_name=False), redraw)
+        for button, wanted in ((on, True), (off, False)):
+            after(button.click(fn=_switching(actions.switch, wanted), outputs=[told], api_name=False), redraw)
+        for button, start in ((prepare, actions.prepare), (measure, actions.measure)):
             asked = {"inputs": [sizes, pictures, tokens], "outputs": [told], "api_name": False}
-            button.click(fn=_starting(start), **asked).then(fn=None, _js=watch)
-        cancel_button.click(fn=lambda: _cancelled(actions.cancel()), outputs=[told], api_name=False).then(
-            fn=None, _js=watch
-        )
-        chart_button.click(fn=drawn, outputs=[plot, told], api_name=False)
-        report_button.click(fn=reported, outputs=[text], api_name=False).then(
-            fn=None, _js="(text) => { stableFast.copy(text); }", inputs=[text]
-        )
+            after(button.click(fn=_starting(start), **asked), watch)
+        after(cancel.click(fn=lambda: _cancelled(actions.cancel()), outputs=[told], api_name=False), watch)
+        draw.click(fn=drawn, outputs=[plot, told], api_name=False)
+        copied = report.click(fn=reported, outputs=[text], api_name=False)
+        after(copied, "(text) => { stableFast.copy(text); }", inputs=[text])
     return [(page, TITLE, KEY)]
 
 
@@ -136,10 +141,39 @@ def _starting(start: Callable[[list[requests.Wanted]], object]) -> Callable[[str
         try:
             start(requests.from_text(sizes, pictures, tokens))
         except (ValueError, requests.Refused) as exc:
-            return f"<span>Not started:</span> <span>{html.escape(str(exc))}</span>"
-        return "Started."
+            return _fault("Not started:", str(exc))
+        return ""
 
     return started
+
+
+def _switching(switch: Callable[[bool], object], wanted: bool) -> Callable[[], str]:
+    def switched() -> str:
+        try:
+            switch(wanted)
+        except Exception as exc:  # of a host that lets nobody change its settings
+            return _fault("Not switched:", f"{type(exc).__name__}: {exc}")
+        return ""
+
+    return switched
+
+
+def _fault(*texts: str) -> str:
+    """What could not be done, as HTML: read out at once, and seen to be no success."""
+    said = " ".join(f"<span>{html.escape(each)}</span>" for each in texts)
+    return f'<div class="sfast-error" role="alert">{said}</div>'
+
+
+def _known(component: Any, **options: Any) -> dict[str, Any]:
+    """Of these options those that this version of a component has: Gradio 3.41 warns of others."""
+    known = inspect.signature(component.__init__).parameters
+    return {name: value for name, value in options.items() if name in known}
+
+
+def _script(button: Any, code: str) -> dict[str, str]:
+    """An event's JavaScript, by the name that this version of Gradio has for it."""
+    known = inspect.signature(button.click).parameters
+    return {"js" if "js" in known and "_js" not in known else "_js": code}
 
 
 def _cancelled(there_was: bool) -> str:

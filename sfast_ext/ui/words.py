@@ -85,7 +85,8 @@ def plan_of_last_image(accelerators: Sequence[Mapping[str, Any]]) -> Mapping[str
 
 def badge(status: Mapping[str, Any]) -> dict[str, Any]:
     """The state in a word, a few words for the badge, a sentence for its details, both with their pieces (see
-    `Reason.pieces`), and the entry of the help on what to do about it; None if there is nothing to do.
+    `Reason.pieces`), and the entry of the help on what to do about it; None if there is nothing to do. The same of a
+    note on what the user should know; None if there is none.
 
     Args:
         status: of the session. `unserved` and `no_gpu` are reasons here.
@@ -94,7 +95,16 @@ def badge(status: Mapping[str, Any]) -> dict[str, Any]:
     none, row = status.get("unserved") or status.get("no_gpu"), _main_reason(status)
     code = {"none": none and none.code, "original": row and row["code"], "partly": row and row["code"]}.get(state)
     found = {"state": state, "text": "".join(text), "detail": "".join(detail), "help": code}
-    return {**found, "text_parts": text, "detail_parts": detail}
+    told = {} if state in ("none", "off") else status.get("eight_bits") or {}
+    note = {"note": told.get("note"), "note_parts": told.get("note_parts", []), "note_help": told.get("help")}
+    done = _done(status["preparing"]) if state == "preparing" else None
+    return {**found, "text_parts": text, "detail_parts": detail, **note, "progress": done}
+
+
+def _done(preparing: Mapping[str, Any]) -> float | None:
+    """Which part of a preparation is over, as the last one took; None if that is not known."""
+    seconds, left = preparing["seconds"], preparing.get("seconds_left")
+    return None if left is None or seconds + left <= 0 else round(seconds / (seconds + left), 2)
 
 
 def _main_reason(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -115,18 +125,20 @@ def _state(status: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
     preparing = status.get("preparing")
     if preparing:
         label = [part for word in preparing["label"].split(" ") for part in (word, " ")][:-1]
-        seconds = f"{preparing['seconds']:.0f}"
-        detail = [*label, ": ", preparing["stage"], ", ", seconds, " ", "s so far."]
-        return "preparing", ["preparing", " ", label[0].rstrip(",")], detail
+        seconds, left = f"{preparing['seconds']:.0f}", preparing.get("seconds_left")
+        rest = [] if left is None else [", ", f"{left:.0f}", " ", "s left"]
+        detail = [*label, ": ", preparing["stage"], ", ", seconds, " ", "s so far", *rest, "."]
+        return "preparing", ["preparing", " ", label[0].rstrip(","), *rest], detail
     counted = status.get("last_pass") or {}
     row = _main_reason(status)
     why = [] if row is None else [*row["reason_parts"], "."]
     if counted.get("accelerated"):
-        speed = _speed(status)
+        plan = plan_of_last_image(status["accelerators"]) or {}
+        speed = [_speed(status), *([", ", "8 bits"] if plan.get("fused", {}).get("eight_bits") else [])]
         if counted.get("bypassed") and why:
             steps = [str(counted["bypassed"]), " ", "steps of the last image were not accelerated:", " "]
-            return "partly", ["partly,", " ", speed], [*steps, *why]
-        return "on", [speed], ["The last image was accelerated", "."]
+            return "partly", ["partly,", " ", *speed], [*steps, *why]
+        return "on", speed, ["The last image was accelerated", "."]
     if counted.get("bypassed") and why:
         short = itertools.takewhile(lambda piece: piece != BREAK, why[:-1])
         return "original", ["original:", " ", *short], ["The last image was not accelerated:", " ", *why]

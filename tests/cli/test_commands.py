@@ -63,7 +63,7 @@ def test_doctor_on_a_system_with_this_name(system, triton, monkeypatch, capsys):
 def test_output_goes_into_a_file_whatever_the_code_page_lacks(monkeypatch):
     into = io.TextIOWrapper(io.BytesIO(), encoding="cp932")
     monkeypatch.setattr(sys, "stdout", into)
-    monkeypatch.setattr(doctor, "main", lambda as_json: print("a – b") or 0)
+    monkeypatch.setattr(doctor, "main", lambda *_: print("a – b") or 0)
     assert cli.main(["doctor"]) == 0
     into.flush()
     assert into.buffer.getvalue() == b"a ? b" + os.linesep.encode()

@@ -42,4 +42,19 @@ MUTATIONS = [
         'or _is_sdnqs(type(m)) for m', "for m",
         (_OFFLOAD + "test_a_layer_of_sdnq_is_told_by_its_class",),
     ),
+    Mutation(
+        "a VAE in 8 bits", "hosts/vae.py",
+        "eight_bits=False,", "",
+        ("hosts/adapters/test_a1111_vae.py::test_its_sums_stay_in_full_precision_whatever_the_steps_have",),
+    ),
+    Mutation(
+        "entries of another image", "hosts/answers.py",
+        "p.extra_generation_params = {**others, **named}", "p.extra_generation_params.update(named)",
+        ("hosts/adapters/test_answers.py::test_the_images_of_a_grid_name_their_own_settings_alone",),
+    ),
+    Mutation(
+        "plans of another arithmetic", "config.py",
+        "self.faster_sums, self.eight_bits, self", "self.faster_sums, self",
+        ("ui/test_settings.py::test_presets_that_change_pixels_are_named_in_the_infotext",),
+    ),
 ]  # fmt: skip

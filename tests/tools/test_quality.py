@@ -47,11 +47,66 @@ def test_images_of_digits(tmp_path, capsys):
     assert "doggettx" in out and "median" in out and "not accelerated" not in out
 
 
+def test_lossy_ways_are_compared_in_the_same_sheet(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(quality, "lossy_here", lambda: (["faster_sums", "eight_bits"], []))
+    own, asked = Series.accelerated, []
+
+    def changed(series, device, **lossy):
+        asked.append(lossy)
+        made, bypassed = own(series, device, **lossy)
+        return [image * (0.98 if lossy else 1) for image in made], bypassed
+
+    monkeypatch.setattr(Series, "accelerated", changed)
+    # what they change is no fault
+    assert run(tmp_path) == 0, capsys.readouterr().out
+    assert asked == [{}, {"faster_sums": True}, {"eight_bits": True}]
+    told = json.loads((tmp_path / "r.json").read_text())
+    for row in told["rows"]:
+        assert set(row["lossy"]) == {"half-precision sums", "8 bits"}
+        assert all(each["psnr"] < 60 for each in row["lossy"].values()) and row["accelerated"]["psnr"] > 100
+    assert Image.open(tmp_path / "sheet.png").size[0] == 9 * 100 + 4
+    out = capsys.readouterr().out
+    table = out.partition("lowest PSNR")[2]
+    for name in ("accelerated", "half-precision sums", "8 bits", "original, doggettx"):
+        assert name in table
+    asked.clear()
+    assert run(tmp_path, "--no-lossy") == 0 and asked == [{}]
+    assert "not compared" not in capsys.readouterr().out
+
+
+def test_a_lossy_way_that_fails_is_a_fault(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(quality, "lossy_here", lambda: (["eight_bits"], []))
+    own = Series.accelerated
+
+    def broken(series, device, **lossy):
+        made, bypassed = own(series, device, **lossy)
+        if not lossy:
+            return made, bypassed
+        return [image * np.nan for image in made], {"UNet": "was not accelerated"}
+
+    monkeypatch.setattr(Series, "accelerated", broken)
+    assert run(tmp_path) == 1
+    out = capsys.readouterr().out
+    assert "seed 1 with 8 bits: a value is not finite" in out and "the UNet with 8 bits was not accelerated" in out
+
+
+def test_what_this_machine_has_of_them(monkeypatch):
+    monkeypatch.setattr(quality.environment, "sums_in_half", lambda: True)
+    monkeypatch.setattr(quality.eight_bits, "refusal", lambda: None)
+    assert quality.lossy_here() == (["faster_sums", "eight_bits"], [])
+    monkeypatch.setattr(quality.eight_bits, "refusal", lambda: "no NVRTC")
+    fields, why = quality.lossy_here()
+    assert fields == ["faster_sums"] and why == ["8 bits: not compared, no NVRTC"]
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        assert quality.lossy_here()[0] == [] and len(quality.lossy_here()[1]) == 2
+
+
 def test_a_wrong_image_is_a_fault(tmp_path, monkeypatch, capsys):
     own = Series.accelerated
 
-    def wrong(series, device):
-        pictures, bypassed = own(series, device)
+    def wrong(series, device, **lossy):
+        pictures, bypassed = own(series, device, **lossy)
         return [picture * 0.98 for picture in pictures], bypassed
 
     monkeypatch.setattr(Series, "accelerated", wrong)

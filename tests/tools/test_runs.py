@@ -63,6 +63,19 @@ def test_demo_with_a_folder_of_diffusers(tmp_path, monkeypatch, capsys, two_leve
     assert re.search(r"^Images agree: .* PASS$", told.strip().splitlines()[-1])
 
 
+@pytest.mark.parametrize(("difference", "fault"), [(40.0, False), (float("inf"), True)])
+def test_demo_with_8_bits_tells_the_difference_and_judges_only_what_is_not_finite(
+    tmp_path, monkeypatch, capsys, two_levels, difference, fault
+):
+    monkeypatch.setattr(pipelines, "trained_pipeline", pipelines.random_pipeline)
+    monkeypatch.setattr(demo, "_difference", lambda a, b: difference)
+    arguments = ["demo", "--out", str(tmp_path), "--steps", "1", "--size", "64x64", "--eight-bits"]
+    status = cli.main(arguments)
+    out = capsys.readouterr().out
+    assert (status == 1) == fault == ("FAULT" in out), out
+    assert ("8 bits are not used: " in out) != torch.cuda.is_available()
+
+
 def test_demo_tells_of_an_image_that_differs(tmp_path, monkeypatch, capsys, two_levels):
     # the trained one has its own levels
     monkeypatch.setattr(pipelines, "trained_pipeline", pipelines.random_pipeline)

@@ -30,12 +30,15 @@ def test_the_command_line_offers_what_there_is():
 
 def test_a_way_goes_through_the_command_line_and_json():
     most = Way("sfast", "doggettx", True, False, (8, 9), "bfloat16")
-    for way in (OURS, most, Way("sfast", capability=(10, 0)), Way("sfast", dtype="float32")):
+    both = Way("sfast", "v1", faster_sums=True, eight_bits=True)
+    lossy = (Way("sfast", faster_sums=True), Way("sfast", eight_bits=True), both)
+    for way in (OURS, most, Way("sfast", capability=(10, 0)), Way("sfast", dtype="float32"), *lossy):
         parsed = cli.parser().parse_args(["bench", *way.arguments()])
         assert ways.asked(parsed) == way
         assert ways.words_of(json.loads(json.dumps(way.fields()))) == way.words()
     assert str(Way("sfast", "v1", True, False, (8, 9))) == "sfast, v1, upcast, without Triton, as sm_89"
     assert str(Way("sfast", dtype="bfloat16")) == "sfast, bfloat16"
+    assert str(both) == "sfast, v1, faster sums, 8 bits" and "eight_bits" not in OURS.stack()
     assert str(OURS) == "sfast" and str(Way("eager", "plain")) == "eager, plain"
     # rows that were written before there was a choice
     assert ways.words_of({"engine": "sfast"}) == []
@@ -90,6 +93,13 @@ def test_what_a_gpu_cannot_pass_for_is_said(monkeypatch):
         ways.check_card((9, 0), GPU)
     with pytest.raises(Unavailable, match="nothing older than sm_70 is accelerated, and sm_61 is"):
         ways.check_card((6, 1), GPU)
+
+
+@pytest.mark.parametrize("field", ["faster_sums", "eight_bits"])
+def test_ours_with_what_changes_details_is_configured_so(tiny_unet, field):
+    engine = Way("sfast", **{field: True}).start(tiny_unet())
+    assert engine.accelerator.config == Config(allow_cpu=True, graph_memory_mb=0, drop_slower=False, **{field: True})
+    engine.stop()
 
 
 @pytest.mark.parametrize("triton", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,10 +39,18 @@ def test_without_matplotlib_there_is_no_image(monkeypatch):
 
 
 def test_the_image_has_a_bar_for_each_value():
-    pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib")
     assert chart.figure([]) is None
     picture = chart.figure([measured(a=15.0, b=19.0)])
     (axes,) = picture.axes
     assert [bar.get_width() for bar in axes.patches] == [30.0, 30.0, 15.0, 19.0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
+    # with how many times faster it is, which the original has not
+    assert [text.get_text() for text in axes.texts] == ["30.0", "30.0", "15.0   2.0x", "19.0   1.6x"]
+    assert axes.patches[2].get_facecolor() == matplotlib.colors.to_rgba(chart.COLOURS[1])
     picture.canvas.draw()
+
+
+def test_stable_fast_has_one_colour_on_the_page_and_in_the_chart():
+    style = (Path(__file__).parents[2] / "style.css").read_text(encoding="utf-8")
+    assert f"--sfast-colour: {chart.COLOURS[1]};" in style

@@ -125,6 +125,7 @@ def test_groups_follow_each_other_each_below_its_heading():
         "sfast_png",
         "sfast_ahead",
         "sfast_faster_sums",
+        "sfast_eight_bits",
         "sfast_memory_heading",
         "sfast_graph_memory_mb",
         "sfast_max_graphs",
@@ -378,12 +379,18 @@ def test_a_small_card_has_limits_above_what_is_set(monkeypatch, gigabytes, chose
     assert config.graph_memory_mb > 0 and config.max_graphs == 2
 
 
-def test_one_preset_changes_pixels_and_the_infotext_says_so():
+def test_presets_that_change_pixels_are_named_in_the_infotext():
     for preset in ("same picture", "small card"):
         assert settings.infotext(settings.config_from(Options(sfast_preset=preset))) == {}
     config = settings.config_from(Options(sfast_preset="faster sums on GeForce"))
     assert config == HostConfig(faster_sums=True)
     assert settings.infotext(config) == {"Stable Fast faster sums": True}
+    config = settings.config_from(Options(sfast_preset="8 bits (faster, details change)"))
+    assert config == HostConfig(eight_bits=True) and not config.builds_like(HostConfig())
+    assert settings.infotext(config) == {"Stable Fast 8 bits": True}
+    both = settings.config_from(Options(sfast_preset="faster sums on GeForce", sfast_eight_bits=True))
+    assert settings.infotext(both) == {"Stable Fast faster sums": True, "Stable Fast 8 bits": True}
+    assert settings.config_from(Options(sfast_preset="small card", sfast_eight_bits="on")).eight_bits
     assert settings.config_from(Options(sfast_preset="same picture")) == HostConfig()
     report = Report()
     assert settings.config_from(Options(sfast_preset="faster"), report) == HostConfig()

@@ -26,8 +26,8 @@ class Component:
     def __exit__(self, *_):
         return None
 
-    def click(self, **event):
-        self.events.append(event)
+    def click(self, fn=None, _js=None, **event):
+        self.events.append({"fn": fn, "_js": _js, **event})
         return SimpleNamespace(then=lambda **event: self.events.append(event))
 
 
@@ -45,7 +45,7 @@ def by_id(name):
 def actions(**more):
     nothing = {
         "drop": lambda: 3, "report": lambda: "a report", "prepare": lambda wanted: None, "measure": lambda wanted: None,
-        "cancel": lambda: False, "measurements": list,
+        "cancel": lambda: False, "measurements": list, "switch": lambda on: None,
     }  # fmt: skip
     return tab.Actions(**{**nothing, **more})
 
@@ -54,9 +54,9 @@ def test_it_has_a_place_for_the_tables_and_its_buttons(gradio):
     ((page, title, key),) = tab.tabs(actions())
     assert (title, key) == ("Stable Fast", "stable_fast") and page is Component.made[0]
     assert 'id="stable_fast_view"' in by_id("tables").args[0] and 'id="stable_fast_job"' in by_id("progress").args[0]
-    assert "Plans dropped:</span> 3." in by_id("drop").events[0]["fn"]()
+    assert "Sizes forgotten:</span> 3." in by_id("drop").events[0]["fn"]()
     assert by_id("report").events[0]["fn"]() == "a report"
-    buttons = ("drop", "report", "prepare", "measure", "cancel", "chart")
+    buttons = ("drop", "report", "prepare", "measure", "cancel", "chart", "on", "off")
     # the page's own functions, under the page's own authentication, and not among the named ones of its API
     assert all(by_id(name).events[0]["api_name"] is False for name in buttons)
     fields = ("report_text", "sizes", "pictures", "tokens", "refresh", *buttons)
@@ -83,7 +83,7 @@ def test_sizes_of_the_fields_are_started_and_followed(gradio, name):
     click, then = by_id(name).events
     assert click["inputs"] == [by_id(field) for field in ("sizes", "pictures", "tokens")]
     assert click["outputs"] == [by_id("told")]
-    assert click["fn"]("512x512, 768x512", "2", []) == "Started." and "watch" in then["_js"]
+    assert click["fn"]("512x512, 768x512", "2", []) == "" and "watch" in then["_js"]
     assert [each.label for each in asked[0]] == ["512x512, 2 images", "768x512, 2 images"]
     *_, longest = by_id("tokens").options["choices"]
     click["fn"]("512x512", "1", ["75", longest])
@@ -97,10 +97,13 @@ def test_what_cannot_be_started_says_why_as_text(gradio):
     tab.tabs(actions(prepare=prepare))
     start = by_id("prepare").events[0]["fn"]
     assert start("512x512", "1", []) == (
-        "<span>Not started:</span> <span>make one image with &lt;b&gt;this&lt;/b&gt; model first</span>"
+        '<div class="sfast-error" role="alert"><span>Not started:</span>'
+        " <span>make one image with &lt;b&gt;this&lt;/b&gt; model first</span></div>"
     )
     said = start("<img src=x onerror=alert(1)>", "1", [])
     assert "<img" not in said and "width x height" in said
+    for nothing in ("", " , ", None):
+        assert "write at least one size, such as 512x512" in start(nothing, "1", [])
 
 
 @pytest.mark.parametrize(("there", "said"), [(True, "Cancelled."), (False, "Nothing is running.")])
@@ -114,9 +117,54 @@ def test_the_chart_is_shown_once_there_is_one(gradio, monkeypatch):
     assert by_id("plot").options["visible"] is False
     draw = by_id("chart").events[0]["fn"]
     monkeypatch.setattr(tab.chart, "figure", lambda kept: None)
-    assert draw() == ({"value": None, "visible": False}, tab.NO_CHART)
+    update, said = draw()
+    assert update == {"value": None, "visible": False} and tab.NO_CHART in said and "sfast-error" in said
     monkeypatch.setattr(tab.chart, "figure", lambda kept: kept)
     assert draw() == ({"value": ["measured"], "visible": True}, "")
+
+
+def test_one_button_is_the_primary_and_what_cannot_be_undone_is_marked(gradio):
+    tab.tabs(actions())
+    variants = {each.options["elem_id"]: each.options.get("variant") for each in Component.made if each.events}
+    assert {name: variant for name, variant in variants.items() if variant} == {
+        "stable_fast_measure": "primary", "stable_fast_drop": "stop",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("on", True), ("off", False)])
+def test_the_switch_says_why_a_host_refuses_it(gradio, name, wanted):
+    asked = []
+    tab.tabs(actions(switch=asked.append))
+    assert by_id(name).events[0]["fn"]() == "" and asked == [wanted]
+    Component.made = []
+
+    def frozen(on):
+        raise AssertionError("settings are <frozen>")
+
+    tab.tabs(actions(switch=frozen))
+    assert "Not switched:</span> <span>AssertionError: settings are &lt;frozen&gt;" in by_id(name).events[0]["fn"]()
+
+
+class Known(Component):
+    def __init__(self, *args, autoscroll=True, **options):
+        super().__init__(*args, autoscroll=autoscroll, **options)
+
+
+class Later(Component):
+    def click(self, fn=None, js=None, **event):
+        return super().click(fn, js, **event)
+
+
+def test_each_gradio_gets_the_words_that_it_knows(gradio, monkeypatch):
+    tab.tabs(actions())
+    # Gradio 3.41 warns of it at each start
+    assert "autoscroll" not in by_id("report_text").options
+    Component.made = []
+    monkeypatch.setattr(sys.modules["gradio"], "Textbox", Known)
+    monkeypatch.setattr(sys.modules["gradio"], "Button", Later)
+    tab.tabs(actions())
+    assert by_id("report_text").options["autoscroll"] is False
+    assert "refresh" in by_id("refresh").events[0]["_js"] and "js" in by_id("measure").events[1]
 
 
 def test_without_gradio_there_is_none(monkeypatch):

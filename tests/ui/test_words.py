@@ -71,6 +71,8 @@ PREPARING = {"label": "768x512, 1 image, 77 tokens", "stage": "recording", "seco
         ({"last_pass": {}, "accelerators": []}, "ready", "ready"),
         ({"last_pass": {"prepared": 1}}, "ready", "prepared"),
         ({"preparing": PREPARING}, "preparing", "preparing 768x512"),
+        ({"preparing": {**PREPARING, "seconds_left": 5.6}}, "preparing", "preparing 768x512, 6 s left"),
+        ({"preparing": {**PREPARING, "seconds_left": 0.0}}, "preparing", "preparing 768x512, 0 s left"),
         (
             {"last_pass": {"bypassed": 3}, "reasons_listed": [REASON]},
             "original",
@@ -86,6 +88,16 @@ def test_the_state_in_a_few_words(change, state, text):
     found = words.badge(status(**change))
     assert (found["state"], found["text"]) == (state, text)
     assert found["detail"].endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "left", "done"),
+    [(2.4, None, None), (2.4, 5.6, 0.3), (0.0, 4.0, 0.0), (3.0, 0.0, 1.0), (0.0, 0.0, None)],
+)
+def test_how_far_a_preparation_is(seconds, left, done):
+    found = words.badge(status(preparing={**PREPARING, "seconds": seconds, "seconds_left": left}))
+    assert found["progress"] == done and ("s left" in found["detail"]) == (left is not None)
+    assert words.badge(status())["progress"] is None
 
 
 def test_what_was_not_measured_is_not_shown():

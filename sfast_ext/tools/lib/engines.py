@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,14 +112,16 @@ class TorchCompile(CudaGraph):
 
 
 class StableFast(Engine):
-    """This extension's accelerator; without Triton's kernels if that is asked for."""
+    """This extension's accelerator; without Triton's kernels, or with what changes details, if that is asked for."""
 
-    def __init__(self, unet: nn.Module, *, triton: bool = True) -> None:
+    def __init__(
+        self, unet: nn.Module, *, triton: bool = True, faster_sums: bool = False, eight_bits: bool = False
+    ) -> None:
         super().__init__(unet)
         # without a limit and kept even if slower: what is measured here is the plan, whatever it is
         on_cpu = self.device.type == "cpu"
         config = Config(allow_cpu=on_cpu, graph_memory_mb=0, drop_slower=False, triton=triton)
-        self.accelerator = accelerate(unet, config)
+        self.accelerator = accelerate(unet, replace(config, faster_sums=faster_sums, eight_bits=eight_bits))
 
     def remark(self) -> str | None:
         report = self.accelerator.report.as_dict()

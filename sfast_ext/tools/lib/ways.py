@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from torch import nn
 
 from sfast_ext.kernels.backend import triton_runtime
 from sfast_ext.tools.lib import Unavailable, attentions, engines
+
+LOSSY = {"faster_sums": "faster sums", "eight_bits": "8 bits"}
+"""Fields of `Config` that change details of an image, in words."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class Way:
     """Ours alone: the compute capability that the GPU passes for when kernels are chosen."""
     dtype: str | None = None
     """Of the model, which every engine has in the same; None for float16 on a GPU and float32 elsewhere."""
+    faster_sums: bool = False
+    """Ours alone, as the next: see `Config`."""
+    eight_bits: bool = False
 
     def __str__(self) -> str:
         return ", ".join([self.engine, *self.words()])
@@ -49,6 +55,7 @@ class Way:
             "without": [] if self.triton else ["triton"],
             "as": card(self.capability) if self.capability else None,
             **({"dtype": self.dtype} if self.dtype else {}),
+            **{name: True for name in LOSSY if getattr(self, name)},
         }
 
     def arguments(self) -> list[str]:
@@ -56,6 +63,7 @@ class Way:
         words = ["--attention", self.attention, *["--upcast"] * self.upcast]
         words += [] if self.triton else ["--without", "triton"]
         words += ["--dtype", self.dtype] if self.dtype else []
+        words += [f"--{name.replace('_', '-')}" for name in LOSSY if getattr(self, name)]
         return words + (["--as", card(self.capability)] if self.capability else [])
 
     @property
@@ -90,7 +98,8 @@ OURS = Way("sfast")
 
 def asked(args: argparse.Namespace) -> Way:
     """What `cli.add_stack` was told of ours."""
-    return Way(OURS.engine, args.attention, args.upcast, "triton" not in args.without, args.capability, args.dtype)
+    base = Way(OURS.engine, args.attention, args.upcast, "triton" not in args.without, args.capability, args.dtype)
+    return replace(base, faster_sums=args.faster_sums, eight_bits=args.eight_bits)
 
 
 def side_by_side(ours: Way, names: Iterable[str]) -> list[Way]:
@@ -104,6 +113,7 @@ def words_of(row: dict[str, Any]) -> list[str]:
     found += ["upcast"] if row.get("upcast") else []
     found += [row["dtype"]] if row.get("dtype") else []
     found += [f"without {name.capitalize()}" for name in row.get("without", ())]
+    found += [words for name, words in LOSSY.items() if row.get(name)]
     return found + ([f"as {row['as']}"] if row.get("as") else [])
 
 
@@ -111,7 +121,7 @@ class Ours(engines.StableFast):
     """This extension's accelerator, with less than the machine has."""
 
     def __init__(self, unet: nn.Module, way: Way) -> None:
-        super().__init__(unet, triton=way.triton)
+        super().__init__(unet, triton=way.triton, faster_sums=way.faster_sums, eight_bits=way.eight_bits)
         self._capability = way.capability
 
     def call(self) -> torch.Tensor:

@@ -123,10 +123,11 @@ def test_switched_off_it_is_released_before_the_next_image_and_back_on_it_starts
 
 
 def test_its_sums_stay_in_full_precision_whatever_the_steps_have(on):
-    on.host.opts.data["sfast_faster_sums"] = True
+    on.host.opts.data.update(sfast_faster_sums=True, sfast_eight_bits=True)
     on.host.request()
     ours = accelerator_of(on.vae.decoder)
     assert on.session.loaded().config.faster_sums and not ours.config.faster_sums
+    assert on.session.loaded().config.eight_bits and not ours.config.eight_bits
     assert not ours.config.cuda_graphs and ours.config.rare_calls and ours.config.max_plans == 8
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from types import SimpleNamespace
@@ -72,18 +73,71 @@ def test_settings_that_change_pixels_are_in_the_infotext_and_others_are_not(host
     assert host.request(steps=3).infotexts == ["Sampler: Euler"]
 
 
+GRIDS = [
+    [{"sfast_faster_sums": True}, {"sfast_faster_sums": False}],
+    [{"sfast_faster_sums": False}, {"sfast_faster_sums": True}, {}],
+    [{"sfast_eight_bits": True}, {"sfast_faster_sums": True}, {"sfast_eight_bits": True, "sfast_faster_sums": True}],
+    [{"sfast_preset": "8 bits (faster, details change)"}, {"sfast_preset": "same picture"}],
+    [{"sfast_tolerance": 0.05}, {"sfast_tolerance": 0.02}, {"sfast_tolerance": 0.04}],
+    [{"sfast_check": "always"}, {"sfast_check": "first use"}],
+    [{"sfast_faster_sums": True}, {"sfast_enabled": False, "sfast_faster_sums": True}, {}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cells", GRIDS, ids=str)
+@pytest.mark.parametrize("named", [{"Sampler": "Euler"}, {}], ids=["others", "none"])
+def test_the_images_of_a_grid_name_their_own_settings_alone(host, cells, named):  # noqa: F811
+    started(host)
+    whole = SimpleNamespace(extra_generation_params=dict(named), options={"steps": 2})
+    process = sys.modules["modules.processing"].process_images_inner
+    for settings_of_it in cells:
+        # as the hosts' plots do: a copy of the request for each image
+        p = copy.copy(whole)
+        before = dict(host.opts.data)
+        host.opts.data.update(settings_of_it)
+        expected = {**named, **settings.infotext(settings.config_from(host.opts))}
+        if not settings_of_it.get("sfast_enabled", True):
+            expected = named
+        (infotext,) = process(p).infotexts
+        host.opts.data.clear()
+        host.opts.data.update(before)
+        assert infotext == ", ".join(f"{name}: {value}" for name, value in expected.items())
+        assert whole.extra_generation_params == named
+
+
+def test_a_request_that_is_run_again_names_what_is_on_then(host):  # noqa: F811
+    started(host)
+    p = SimpleNamespace(extra_generation_params={"Sampler": "Euler", "Stable Fast style": "mine"}, options={"steps": 2})
+    process = sys.modules["modules.processing"].process_images_inner
+    host.opts.data["sfast_eight_bits"] = True
+    assert process(p).infotexts == ["Sampler: Euler, Stable Fast style: mine, Stable Fast 8 bits: True"]
+    host.opts.data["sfast_eight_bits"] = False
+    # what others call so is theirs
+    assert process(p).infotexts == ["Sampler: Euler, Stable Fast style: mine"]
+
+
+def test_the_dictionary_of_a_request_stays_if_there_is_nothing_to_name(host):  # noqa: F811
+    started(host)
+    p = SimpleNamespace(extra_generation_params={"Sampler": "Euler"}, options={"steps": 2})
+    held = p.extra_generation_params
+    sys.modules["modules.processing"].process_images_inner(p)
+    assert p.extra_generation_params is held
+
+
 def test_an_infotext_restores_them(host):  # noqa: F811
     started(host)
     names = {info.infotext: key for key, info in host.opts.data_labels.items() if getattr(info, "infotext", None)}
     assert names == {
         "Stable Fast faster sums": "sfast_faster_sums",
+        "Stable Fast 8 bits": "sfast_eight_bits",
         "Stable Fast check": "sfast_check",
         "Stable Fast tolerance": "sfast_tolerance",
     }
-    params, sums = {"Steps": "20", "Stable Fast tolerance": "0.05"}, {"Stable Fast faster sums": "False"}
+    params = {"Steps": "20", "Stable Fast tolerance": "0.05"}
+    lossy = {"Stable Fast faster sums": "False", "Stable Fast 8 bits": "False"}
     host.fire("infotext_pasted", "a text", params)
     # what is not named had its default
-    assert params == {"Steps": "20", "Stable Fast tolerance": "0.05", "Stable Fast check": "first use", **sums}
+    assert params == {"Steps": "20", "Stable Fast tolerance": "0.05", "Stable Fast check": "first use", **lossy}
     for name, key in names.items():
         default = host.opts.data_labels[key].default
         assert settings.config_from(SimpleNamespace(**{key: type(default)(params[name])}))

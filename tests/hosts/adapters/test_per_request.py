@@ -13,11 +13,13 @@ from sfast_ext import hosts
 from sfast_ext.config import Config
 from sfast_ext.hosts import per_request
 from sfast_ext.hosts.answers import Answers
+from sfast_ext.hosts.eight_bits import EightBits
 from sfast_ext.report import Report
 from sfast_ext.ui import settings_table
 
 VALUES = {
     "sfast_enabled": False, "sfast_preset": "small card", "sfast_faster_sums": True, "sfast_graph_memory_mb": 512,
+    "sfast_eight_bits": True,
     "sfast_max_graphs": 4, "sfast_cuda_graphs": False, "sfast_triton": False, "sfast_check": "never",
     "sfast_tolerance": 0.05, "sfast_allow_cpu": True, "sfast_vae": False, "sfast_png": False,
     "sfast_ahead": False, "sfast_log_level": "quiet",
@@ -65,7 +67,9 @@ def test_what_is_no_setting_or_no_value_is_ignored_and_told(chosen):
 
 def test_the_answer_names_what_was_ignored():
     def answered(chosen):
-        answers = Answers(Report(), [], lambda: Config(allow_cpu=True), lambda action: action())
+        report = Report()
+        eight_bits = EightBits(report, lambda: None)
+        answers = Answers(report, [], lambda: Config(allow_cpu=True), lambda action: action(), eight_bits)
         result = SimpleNamespace(extra_generation_params={})
         answers.process(lambda p: result, request(chosen))
         return result.extra_generation_params["Stable Fast"]

@@ -125,7 +125,7 @@ class Page:
             self.click('button[tabitemid*="#tab_stable_fast_"]')
         else:
             self.click("#tabs > .tab-nav button", "Stable Fast")
-        self.until(lambda: "Plans" in self.text("#stable_fast_view"), "the tab is drawn", 30)
+        self.until(lambda: "Ready sizes" in self.text("#stable_fast_view"), "the tab is drawn", 30)
 
     def to_settings(self, section: str = "Stable Fast", setting: str = "#setting_sfast_enabled") -> None:
         """Open a section of the settings, which has this setting."""
@@ -141,6 +141,9 @@ class Page:
         # the modern theme has them beside the page
         self.click(".tab-nav button" if self.theme == "Modern" else "#settings > .tab-nav button", section)
         self.until(lambda: self.page.is_visible(setting), "the settings are seen", 30)
+        experts = '#setting_sfast_expert_heading .sfast-link[aria-expanded="false"]'
+        if self.page.is_visible(experts):
+            self.page.click(experts)
 
     def apply(self) -> None:
         """Apply the settings."""

@@ -77,13 +77,14 @@ def _generate(page: Any) -> None:
 
 def _photograph(page: Any, folder: Path, name: str) -> None:
     badge = page.locator(".sfast-badge").first
+    _of(page, "#txt2img_actions_column", folder / f"badge-{name}.png")
     badge.locator(".sfast-state").focus()
     page.wait_for_timeout(700)
-    page.screenshot(path=folder / f"badge-{name}.png")
+    page.screenshot(path=folder / f"details-{name}.png")
     page.keyboard.press("Escape")
     if page.evaluate(CLICK, ["#tabs", "Stable Fast"]):
         page.wait_for_timeout(2500)
-        page.screenshot(path=folder / f"tab-{name}.png")
+        _of(page, "#tab_stable_fast", folder / f"tab-{name}.png")
         page.locator("#stable_fast_report").click()
         page.wait_for_timeout(2000)
         print(page.locator("#stable_fast_report_text textarea").input_value()[:1500])
@@ -94,9 +95,16 @@ def _photograph(page: Any, folder: Path, name: str) -> None:
         page.wait_for_timeout(1500)
         page.evaluate(CLICK, ["#settings", "Stable Fast"])
         page.wait_for_timeout(1500)
-        column = page.locator("#column_settings_stable_fast")
-        if column.count() and column.first.is_visible():
-            column.first.screenshot(path=folder / f"settings-{name}.png")
+        _of(page, "#column_settings_stable_fast", folder / f"settings-{name}.png")
+
+
+def _of(page: Any, selector: str, file: Path) -> None:
+    """A photograph of the whole of an element, also of what is below the screen; of what is seen if there is none."""
+    found = page.locator(selector)
+    if found.count() and found.first.is_visible():
+        found.first.screenshot(path=file)
+    else:
+        page.screenshot(path=file, full_page=True)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,14 @@ SFAST_SMALL_PAGE_SHOWS names a file of `python -m benchmarks.tab`: badge and tab
 # ruff: noqa: E402 (what is imported needs what stands before it)
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
+import shutil
+import signal
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -23,6 +27,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and "SFAST_CACHE_DIR" not in os.environ:
+    # what is measured here is invented, and the user's own folder has measurements that are not
+    os.environ["SFAST_CACHE_DIR"] = tempfile.mkdtemp(prefix="sfast-small-page-")
+    atexit.register(shutil.rmtree, os.environ["SFAST_CACHE_DIR"], ignore_errors=True)
+    # who ends it by a signal leaves nothing behind either
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
@@ -223,7 +233,7 @@ def setting(key: str, option: OptionInfo) -> Any:
     """The component of a setting."""
     kind = option.component or gr.HTML
     if kind is gr.HTML:
-        return gr.HTML(option.label, elem_id=f"setting_{key}")
+        return gr.HTML(option.default, elem_id=f"setting_{key}")
     return kind(label=option.label, value=option.default, elem_id=f"setting_{key}", **option.arguments)
 
 

@@ -77,7 +77,7 @@ def test_the_tab_is_reached_by_keyboard_alone(page: Page) -> None:
         if page.page.evaluate("document.activeElement.className") == "sfast-link":
             break
     page.page.keyboard.press("Enter")
-    page.until(lambda: "Plans" in page.text("#stable_fast_view"), "the tab is drawn", 30)
+    page.until(lambda: "Ready sizes" in page.text("#stable_fast_view"), "the tab is drawn", 30)
     stops = page.page.evaluate(STOPS, page.tab)
     assert stops["reached"] >= 12 and not stops["behind"], stops
     page.picture("tab")
@@ -102,20 +102,88 @@ def test_sizes_are_prepared_measured_and_cancelled(page: Page) -> None:
     page.until(lambda: page.page.is_visible("#stable_fast_plot img"), "the chart is drawn", 60)
     page.picture("measured")
     page.fill("#stable_fast_sizes textarea", "256x256, 320x320, 384x384, 448x448")
+    cancel = "#stable_fast_cancel"
+    assert not page.page.is_visible(cancel)
     page.click("#stable_fast_measure")
     page.until(lambda: "Measure Running" in page.job(), "it runs")
+    page.until(lambda: page.page.is_visible(cancel), "it can be cancelled", 10)
     page.picture("measuring")
-    page.click("#stable_fast_cancel")
+    page.click(cancel)
     page.until(lambda: "Measure Cancelled" in page.job(), "it is cancelled")
+    page.until(lambda: not page.page.is_visible(cancel), "there is nothing to cancel", 10)
     page.picture("cancelled")
+    page.fill("#stable_fast_sizes textarea", "500x500")
+    page.click("#stable_fast_measure")
+    page.until(lambda: "500x500" in page.text("#stable_fast_told .sfast-error"), "the fault is told", 10)
+    page.picture("fault")
+    page.fill("#stable_fast_sizes textarea", "256x256")
     page.accessible(page.tab)
+
+
+def test_it_is_switched_off_for_a_comparison_and_on_again(page: Page) -> None:
+    page.to_tab()
+    off, on = "#stable_fast_off", "#stable_fast_on"
+    page.until(lambda: page.page.is_visible(off) and not page.page.is_visible(on), "it is on", 10)
+    page.click(off)
+    page.until(lambda: page.badge() == "off", "it is off", 20)
+    page.until(lambda: page.page.is_visible(on) and not page.page.is_visible(off), "it can be switched on", 10)
+    page.picture("off")
+    page.click(on)
+    page.until(lambda: page.badge() != "off", "it is on again", 20)
+
+
+def test_the_link_opens_the_settings(page: Page) -> None:
+    page.to_tab()
+    page.click("#stable_fast_view .sfast-link", "Settings")
+    page.until(lambda: page.page.is_visible("#setting_sfast_enabled"), "the settings are seen", 20)
+    page.to_pictures()
+
+
+WIDTHS = (420, 700, 1024, 1920)
+OUTSIDE = """(place) => [...document.querySelectorAll(`${place} *`)].filter((each) => {
+    const box = each.getBoundingClientRect();
+    return box.width > 1 && (box.right > window.innerWidth + 1 || box.left < -1);
+}).map((each) => `${each.tagName} ${each.className} ${each.textContent.slice(0, 40)}`)"""
+FIRST = """() => {
+    const cell = [...document.querySelectorAll('#stable_fast_view table')].pop().querySelector('tbody td');
+    return [cell.textContent, cell.getBoundingClientRect().left];
+}"""
+LONG = """async (reasons) => {
+    const own = window.sfastFetch = window.fetch;
+    window.fetch = async (url, ...rest) => {
+        const answer = await own(url, ...rest);
+        if (!String(url).endsWith('/status')) return answer;
+        const status = await answer.json();
+        return new Response(JSON.stringify({...status, reasons_listed: reasons}));
+    };
+    await stableFast.refresh();
+}"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_of_the_tab_is_outside_of_the_screen(page: Page, width: int) -> None:
+    page.to_tab()
+    page.page.set_viewport_size({"width": width, "height": 950})
+    try:
+        why = "the GPU has too little memory left next to the model to make a plan"
+        reason = {"reason": f"{why}; {'x' * 90}", "reason_parts": [why, "; ", "x" * 90], "code": "out-of-memory"}
+        page.page.evaluate(LONG, [{**reason, "calls": 30000, "calls_last": 30, "seconds_ago": 8.0}])
+        page.until(lambda: why in page.text("#stable_fast_view"), "the reason is drawn", 10)
+        page.picture(f"wide {width}")
+        assert page.page.evaluate(OUTSIDE, "#stable_fast_view") == []
+        # what one came for stands first in a row
+        text, left = page.page.evaluate(FIRST)
+        assert why in text and left < width / 2
+    finally:
+        page.page.set_viewport_size({"width": 1300, "height": 950})
+        page.page.evaluate("() => { window.fetch = window.sfastFetch; return stableFast.refresh(); }")
 
 
 def test_plans_are_dropped_and_the_report_is_given(page: Page) -> None:
     page.to_tab()
     page.click("#stable_fast_drop")
     page.until(lambda: "None yet" in page.text("#stable_fast_view"), "the list is empty", 20)
-    page.until(lambda: "Plans dropped:" in page.text("#stable_fast_dropped"), "it is told", 20)
+    page.until(lambda: "Sizes forgotten:" in page.text("#stable_fast_dropped"), "it is told", 20)
     page.click("#stable_fast_report")
     report = "#stable_fast_report_text textarea"
     page.until(lambda: "Settings" in page.page.input_value(report), "the report is there", 20)
@@ -141,7 +209,7 @@ def test_a_localisation_of_the_page_s_own_dump_finds_every_string(page: Page) ->
     page.to_tab()
     page.until(lambda: "192" in page.text("#stable_fast_view"), "the tab has the next image", 20)
     texts = page.page.evaluate(TEXTS, [".sfast-badge", page.tab, page.settings])
-    assert len(texts) > 60 and {"Plans", "Stable Fast", "Prepare"} <= set(texts)
+    assert len(texts) > 60 and {"Ready sizes", "Stable Fast", "Prepare"} <= set(texts)
     assert [text for text in texts if re.search("[A-Za-z]{3,}", text) and text not in dumped] == []
     quick(page)
 
@@ -162,7 +230,8 @@ def test_a_locale_of_sdnext_s_finds_all_that_it_looks_at(page: Page) -> None:
     page.to_tab()
     page.until(lambda: "Last used" in page.text("#stable_fast_view"), "the tab has the image", 20)
     labels = page.page.evaluate(LABELS, [page.tab, page.settings])
-    assert len(labels) > 30 and {"Prepare", "Drop plans", "Last used", "Accelerate the VAE"} <= set(labels), labels
+    known = {"Prepare", "Forget all ready sizes", "Last used", "Accelerate the VAE"}
+    assert len(labels) > 30 and known <= set(labels), labels
     entries = [{"id": "", "label": each, "localized": f"« {each} »", "hint": "a hint"} for each in labels]
     # the one after English; an entry without a hint is left out
     page.page.route("**/file=ui/locale/locale_tb.json", lambda route: route.fulfill(json={"a": entries}))

@@ -89,7 +89,7 @@ def test_the_details_of_the_badge_open_and_close(page: Page) -> None:
     assert not details.is_visible() and page.page.evaluate(IS, state)
     page.page.keyboard.press("Enter")
     press(page, f"{page.own_badge} .sfast-link")
-    page.until(lambda: "Plans" in page.text("#stable_fast_view"), "the tab is drawn", 30)
+    page.until(lambda: "Ready sizes" in page.text("#stable_fast_view"), "the tab is drawn", 30)
 
 
 def test_the_list_of_plans_is_sorted(page: Page) -> None:
@@ -127,7 +127,7 @@ def test_sizes_are_started_and_cancelled(page: Page, kind: str) -> None:
 def test_plans_are_dropped(page: Page) -> None:
     press(page, "#stable_fast_drop", "Shift+Tab")
     page.until(lambda: "None yet" in page.text("#stable_fast_view"), "the list is empty", 20)
-    page.until(lambda: "Plans dropped:" in page.text("#stable_fast_dropped"), "it is told", 20)
+    page.until(lambda: "Sizes forgotten:" in page.text("#stable_fast_dropped"), "it is told", 20)
 
 
 def test_the_report_is_copied_and_the_tab_is_left(page: Page) -> None:
@@ -137,6 +137,7 @@ def test_the_report_is_copied_and_the_tab_is_left(page: Page) -> None:
     text = page.until(lambda: page.page.input_value(report), "the report is there", 20)
     assert "Settings" in text
     page.until(lambda: page.page.evaluate("navigator.clipboard.readText()") == text, "it is copied", 20)
+    page.until(lambda: page.text("#stable_fast_copied") == "Copied", "it is told", 20)
     tab_to(page, report, most=4)
     page.picture("report")
     for _ in range(4):
@@ -153,6 +154,10 @@ def test_a_setting_is_changed(page: Page) -> None:
         press(page, named(page, "#tabs > .tab-nav button", "System" if page.theme else "Settings"), "Shift+Tab")
         press(page, named(page, "#settings > .tab-nav button", "Stable Fast"))
         page.until(lambda: page.page.is_visible("#setting_sfast_enabled"), "the settings are seen", 30)
+    assert page.theme or not page.page.is_visible("#setting_sfast_triton")
+    if not page.page.is_visible("#setting_sfast_triton"):
+        press(page, "#setting_sfast_expert_heading .sfast-link")
+        page.until(lambda: page.page.is_visible("#setting_sfast_triton"), "those for experts are seen", 10)
     switch, number = "#setting_sfast_triton input", "#setting_sfast_tolerance input[type=number]"
     slider = "#setting_sfast_tolerance input[type=range]"
     was = page.page.locator(switch).is_checked()

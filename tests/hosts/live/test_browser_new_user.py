@@ -141,7 +141,7 @@ def test_the_list_of_plans_is_emptied_and_a_report_is_copied(user: User) -> None
     user.tabs("Stable Fast")
     user.page.until(lambda: "128×128" in user.page.text("#stable_fast_view"), "the plans are listed", 30)
     user.page.picture("tab")
-    user.page.click("button", "Drop plans")
+    user.page.click("button", "Forget all ready sizes")
     user.page.until(lambda: "None yet" in user.page.text("#stable_fast_view"), "the list is empty", 20)
     user.page.click("button", "Copy a report")
     copied = user.page.until(lambda: user.page.page.evaluate("navigator.clipboard.readText()"), "it is copied", 20)
