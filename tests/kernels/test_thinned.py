@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 
+import conftest
 import pytest
 
 from kernels.eight_bits import test_mma_gemm8
@@ -16,6 +17,18 @@ THINNED = [
     for _, function in inspect.getmembers(module, inspect.isfunction)
     if any(mark.name == "thinned" for mark in getattr(function, "pytestmark", ()))
 ]
+
+
+@pytest.fixture
+def halved(request):
+    return request.param / 2
+
+
+@pytest.mark.parametrize(("one", "two"), [(1, 2), pytest.param(1, 3, id="other"), (2, 2)])
+@pytest.mark.parametrize("halved", [4, 8], indirect=True)
+def test_numbered(one, two, halved, request):
+    place = [(1, 2), (1, 3), (2, 2)].index((one, two))
+    assert conftest.number_of(request.node) == 2 * place + (halved == 4)
 
 
 @pytest.mark.parametrize("function", THINNED)
