@@ -119,9 +119,9 @@ class Selection:
         return len(self.kept) < len(self.errors)
 
     def listed(self) -> list[tuple[str, float]]:
-        """The layers that are kept, with their errors, the worst first."""
-        found = [(name, self.errors[name].least) for name in self.kept]
-        return sorted(found, key=lambda each: (-math.inf if math.isnan(each[1]) else -each[1], each[0]))
+        """The layers that are kept, with their errors, the worst first. One that is no number, or above 1, is 1."""
+        found = [(name, error if (error := self.errors[name].least) < 1 else 1.0) for name in self.kept]
+        return sorted(found, key=lambda each: (-each[1], each[0]))
 
 
 class Layer(NamedTuple):
