@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -119,9 +120,9 @@ class Selection:
         return len(self.kept) < len(self.errors)
 
     def listed(self) -> list[tuple[str, float]]:
-        """The layers that are kept, with their errors, the worst first."""
-        found = [(name, self.errors[name].least) for name in self.kept]
-        return sorted(found, key=lambda each: (-math.inf if math.isnan(each[1]) else -each[1], each[0]))
+        """The layers that are kept, with their errors, the worst first. One that is no number, or above 1, is 1."""
+        found = [(name, error if (error := self.errors[name].least) < 1 else 1.0) for name in self.kept]
+        return sorted(found, key=lambda each: (-each[1], each[0]))
 
 
 class Layer(NamedTuple):
@@ -143,33 +144,37 @@ def measured(gm: fx.GraphModule, layers: Sequence[Layer], inputs: Sequence[Any])
         waiting.setdefault(layer.x, []).append(layer)
     found: list[Tensor] = []
     names: list[tuple[str, int]] = []
+    device = layers[0].weight.device
+    # one copy each: the device is waited for by a copy from memory that is not pinned
+    turns: dict[int, Tensor | None] = {0: None}
 
     def seen(node: fx.Node, value: Any) -> bool:
         for layer in waiting.pop(node, ()):
             group = next((g for g in GROUPS if layer.weight.shape[1] % g == 0), 0)
-            found.append(errors_of(value, layer.weight, group))
+            if group not in turns:
+                turns[group] = hadamard(group, device)
+            found.append(errors_of(value, layer.weight, turns[group]))
             names.append((layer.name, group))
         return bool(waiting)
 
-    device = layers[0].weight.device
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         run(gm, inputs, seen)
     values = torch.stack(found).tolist() if found else []
     return {name: Errors(pair[0], pair[1], group) for (name, group), pair in zip(names, values, strict=True)}
 
 
-def errors_of(x: Tensor, weight: Tensor, group: int) -> Tensor:
-    """[error, error with a rotation of `group`] of the product of x (..., K) and weight (N, K)."""
+def errors_of(x: Tensor, weight: Tensor, turn: Tensor | None) -> Tensor:
+    """[error, error with a rotation] of the product of x (..., K) and weight (N, K). `turn` is the matrix by which
+    groups of neighbours are rotated; None: there is none."""
     rows = x.reshape(-1, x.shape[-1])
     count = min(SAMPLE, len(rows))
     sample = rows[torch.arange(count, device=x.device) * len(rows) // count].float()
     wide = weight.float()
     exact = F.linear(sample, wide)
     plain = distance(F.linear(rounded(sample), rounded(wide)), exact)
-    if not group:
+    if turn is None:
         return torch.stack([plain, plain])
-    turn = hadamard(group, x.device)
-    sample, wide = ((t.unflatten(-1, (-1, group)) @ turn).flatten(-2) for t in (sample, wide))
+    sample, wide = ((t.unflatten(-1, (-1, len(turn))) @ turn).flatten(-2) for t in (sample, wide))
     return torch.stack([plain, distance(F.linear(rounded(sample), rounded(wide)), exact)])
 
 
@@ -209,7 +214,8 @@ def run(gm: fx.GraphModule, inputs: Iterable[Any], seen: Callable[[fx.Node, Any]
         if node.op == "placeholder":
             values[node] = next(given)
         elif node.op == "get_attr":
-            values[node] = node.meta["weight"].tensor if is_weight(node) else getattr(gm, node.target)
+            found = node.meta["weight"].tensor if is_weight(node) else operator.attrgetter(str(node.target))(gm)
+            values[node] = found
         else:
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = plain(node.target)(*args, **kwargs)

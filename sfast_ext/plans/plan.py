@@ -293,7 +293,6 @@ class Plan:
             "memory_mb": round(self.graph.size / 2**20, 1) if self.graph else 0.0,
             "error": self.error,
             "fused": dict(self.fused),
-            "eight_bits": self.fused.get("eight_bits", 0),
             "operations": dict(self._operations),
             "digest": self._digest,
         }

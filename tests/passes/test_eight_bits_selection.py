@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
+from sfast_ext.passes import eight_bits_selection
 from sfast_ext.passes.eight_bits_selection import LIMIT, Selection
 
 from .support import randn
@@ -107,7 +108,10 @@ def test_further_layers_are_kept_the_worst_first() -> None:
 def test_values_that_are_not_finite_keep_a_layer() -> None:
     x = TOKENS.clone()
     x[0, 0, 0] = math.inf
-    assert count(after_an_attention, x)[1]["linear8"] == 0
+    on, ops = count(after_an_attention, x)
+    assert ops["linear8"] == 0
+    # a number that JSON has
+    assert on.ctx.eight_bits.listed() == [("attention.to_out", 1.0)]
 
 
 def test_defaults_of_torch_do_not_matter() -> None:
@@ -129,3 +133,23 @@ def test_a_layer_of_zeros_is_exact() -> None:
     assert rewritten(on)["linear8"] == 1
     assert [tuple(error)[:2] for error in on.ctx.eight_bits.errors.values()] == [(0.0, 0.0)]
     assert on.error() < 1e-2
+
+
+def test_the_device_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many layers there are: values are read at the end, and what comes from the CPU comes once."""
+    reads: list[str] = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero"):
+        real = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda x, *a, real=real, name=name: reads.append(name) or real(x, *a))
+    sent: list[int] = []
+    real_matrix = eight_bits_selection.hadamard
+    monkeypatch.setattr(
+        eight_bits_selection, "hadamard", lambda size, device: sent.append(size) or real_matrix(size, device)
+    )
+    module = Block().to(HALF)
+    on = traced(module, TOKENS, PROMPT)
+    reads.clear()
+    rewritten(on)
+    assert len(on.ctx.eight_bits.errors) == 6
+    assert [name for name in reads if name != "__bool__"].count("tolist") == 1
+    assert sorted(sent) == [64, 256]
