@@ -28,8 +28,7 @@ class _Begun:
 
     reason: Reason | None = None
     """Why nothing will be accelerated."""
-    note: Reason | None = None
-    """What its user should know."""
+    config: HostConfig | None = None
 
 
 class Answers:
@@ -68,9 +67,8 @@ class Answers:
         config = self._config()
         missing = None if config.allow_cpu else environment.no_gpu()
         begun.reason = missing if config.enabled else reasons.SWITCHED_OFF()
-        note = self._eight_bits.begin(p, config)
-        if begun.reason is None:
-            begun.note = note
+        begun.config = config
+        self._eight_bits.begin(p, config)
         self._name_settings(p, settings.infotext(config) if begun.reason is None else {})
 
     def _name_settings(self, p: Any, named: dict[str, Any]) -> None:
@@ -89,9 +87,16 @@ class Answers:
         params = getattr(result, "extra_generation_params", None)
         if isinstance(params, dict):
             # a copy: the host's own is what further infotexts of this request are made of
-            told = {"note": text(begun.note), "ignored": ignored}
+            told = {"note": self._note(begun), "ignored": ignored}
             summary = {**self._summary(tally, begun.reason), **{name: each for name, each in told.items() if each}}
             result.extra_generation_params = {**params, KEY: summary}
+
+    def _note(self, begun: _Begun) -> str | None:
+        """What its user should know, now that it is made."""
+        if begun.config is None or begun.reason is not None or not begun.config.eight_bits:
+            return None
+        note: str | None = self._eight_bits.status(begun.config, self._statuses())["note"]
+        return note
 
     def _summary(self, tally: Tally, reason: Reason | None) -> dict[str, Any]:
         done = {"accelerated": tally.accelerated, "prepared": tally.prepared, "original": tally.bypassed}

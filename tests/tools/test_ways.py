@@ -102,6 +102,15 @@ def test_ours_with_what_changes_details_is_configured_so(tiny_unet, field):
     engine.stop()
 
 
+@pytest.mark.parametrize(("asked", "said"), [(True, "8 bits are not used: no room"), (False, None)])
+def test_8_bits_that_were_asked_for_and_not_used_are_told(tiny_unet, monkeypatch, asked, said):
+    engine = Way("sfast", eight_bits=asked).start(tiny_unet())
+    told = {"plans": [{}], "eight_bits": {"layers": 0, "reason": {"text": "8 bits are not used: no room"}}}
+    monkeypatch.setattr(engine.accelerator, "status", lambda: told)
+    assert engine.remark() == said
+    engine.stop()
+
+
 @pytest.mark.parametrize("triton", [True, False])
 def test_ours_without_triton_is_configured_so(tiny_unet, triton):
     engine = Way("sfast", triton=triton).start(tiny_unet())

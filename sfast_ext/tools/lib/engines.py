@@ -129,8 +129,11 @@ class StableFast(Engine):
             return f"{report['last_error']['stage']}: {report['last_error']['message']}"
         if report["reasons"]:
             return f"the original forward ran: {'; '.join(report['reasons'])}"
-        plans = self.accelerator.status()["plans"]
-        return None if plans else "no plan ran"
+        status = self.accelerator.status()
+        unused = (status.get("eight_bits") or {}).get("reason") if self.accelerator.config.eight_bits else None
+        if unused:
+            return str(unused["text"])
+        return None if status["plans"] else "no plan ran"
 
     def plan(self) -> dict[str, Any] | None:
         """The status of the plan that ran last."""

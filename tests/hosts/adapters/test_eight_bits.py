@@ -172,6 +172,8 @@ def test_the_session_says_it_in_the_status_the_badge_the_report_and_the_answer(h
     }  # fmt: skip
     host.opts.data["sfast_eight_bits"] = True
     monkeypatch.setattr(session.eight_bits, "_model_name", lambda: "secretTurboMix")
+    # the accelerator has a reason to make no use of them on a CPU
+    monkeypatch.setattr("sfast_ext.hosts.eight_bits._told", lambda accelerators: [])
     result = host.request(steps=4)
     assert result.infotexts == ["Sampler: Euler, Stable Fast 8 bits: True"]
     assert "secretTurboMix" in result.extra_generation_params["Stable Fast"]["note"]
@@ -183,6 +185,17 @@ def test_the_session_says_it_in_the_status_the_badge_the_report_and_the_answer(h
     host.opts.data["sfast_eight_bits"] = False
     result = host.request(steps=4)
     assert "note" not in result.extra_generation_params["Stable Fast"] and status()["badge"]["note"] is None
+
+
+def test_the_answer_says_why_they_were_not_used(host, able, monkeypatch):  # noqa: F811
+    started(host)
+    host.opts.data["sfast_eight_bits"] = True
+    why = {"code": "eight-bits", "text": "8 bits are not used: the GPU has too little memory", "values": []}
+    told = [{"layers": 0, "kept": [], "bytes": 0, "reason": why}]
+    monkeypatch.setattr("sfast_ext.hosts.eight_bits._told", lambda accelerators: told)
+    assert host.request(steps=4).extra_generation_params["Stable Fast"]["note"] == why["text"]
+    host.opts.data["sfast_enabled"] = False
+    assert "note" not in host.request(steps=4).extra_generation_params["Stable Fast"]
 
 
 def test_the_badge_says_8_bits_if_the_last_image_had_layers_in_them():
