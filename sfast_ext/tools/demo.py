@@ -31,8 +31,6 @@ TOLERANCE = {torch.float32: 0.5, torch.float16: 2.0}
 IMAGES = 9
 ON_THE_SHEET = 4
 """So many of the first rows, each of another kind, are on the sheet."""
-SMALL = 20_000_000
-"""Weights of a UNet below which one thread of a CPU is as fast as several."""
 ON_A_CPU = (
     "There is no NVIDIA GPU here, so this runs on the CPU, which Stable Fast is not made for. It shows that the\n"
     "images are the same. Its times say nothing about a GPU: here an image may take longer with Stable Fast."
@@ -336,9 +334,7 @@ def main(options: Options) -> int:
     print(f"Stable Diffusion of {name} on {where}", flush=True)
     if device.type == "cpu":
         print(ON_A_CPU, flush=True)
-        if sum(weight.numel() for weight in plain.unet.parameters()) < SMALL:
-            # threads that wait for each other cost more than they save, most of all if other programs run
-            torch.set_num_threads(1)
+        pace.few_threads(plain.unet)
     calls = IMAGES * 2 * steps
     pace.of_images(device, plain.unet, size, calls)
     plain.set_progress_bar_config(disable=True)

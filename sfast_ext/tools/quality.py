@@ -268,6 +268,8 @@ def main(options: Options) -> int:
     pipe.set_progress_bar_config(disable=True)
     attentions.make(options.yardstick, attentions.attention_layers(pipe.unet)[0][1])
     print(f"{name} on {machine.describe()['gpu'] or 'the CPU'}", flush=True)
+    if device.type == "cpu":
+        pace.few_threads(pipe.unet)
     pace.of_images(device, pipe.unet, size, 3 * options.images * steps)
     with tqdm(
         total=(3 + options.exact) * options.images, unit="image", file=sys.stdout, dynamic_ncols=True
