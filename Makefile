@@ -59,13 +59,13 @@ NO_INTERPRETER := 2.1.2 2.3.1
 LDM := stable-diffusion-sdkit==2.1.5
 ifeq ($(CPU),1)
 DOWNLOADS := about 0.5 GB of packages into .venv, 2 GB on disk
-PIP_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 else
 DOWNLOADS := about 2.8 GB of packages into .venv, 7 GB on disk (torch with CUDA; CPU=1 takes torch for CPUs: 0.5 and 2 GB)
-PIP_INDEX :=
+CPU_INDEX :=
 endif
 # what is imported is compiled then; to compile all of it takes half a minute
-PIP := -m pip install --disable-pip-version-check --no-compile $(PIP_INDEX) $(PIP_ARGS)
+PIP := -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS)
 
 RESULTS := .pytest_cache/results
 PYTEST := .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
@@ -169,6 +169,7 @@ doctor: .venv/.demo
 
 .venv/.demo: requirements-demo.txt | .venv/bin/python
 	@echo "Downloads $(DOWNLOADS)."
+	$(if $(CPU_INDEX),.venv/bin/python $(PIP) --extra-index-url $(CPU_INDEX) $$(grep '^torch==' requirements-demo.txt))
 	.venv/bin/python $(PIP) -r requirements-demo.txt
 	touch $@
 

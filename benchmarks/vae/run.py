@@ -76,7 +76,7 @@ def case(text: str) -> Case:
     if part not in vaes.PARTS or dtype not in DTYPES:
         parts, dtypes = " or ".join(vaes.PARTS), ", ".join(DTYPES)
         raise argparse.ArgumentTypeError(f"{text}: the part is {parts}, the dtype {dtypes}")
-    return Case(part, *cli.size(size), dtype)
+    return Case(part, *cli.size(size, 8), dtype)
 
 
 class Way:

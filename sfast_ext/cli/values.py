@@ -43,15 +43,15 @@ tokens = whole(1, 10_000, 77)
 _batch = whole(1, 1024, 4)
 
 
-def size(text: str) -> tuple[int, int]:
+def size(text: str, smallest: int = SMALLEST) -> tuple[int, int]:
     """WIDTHxHEIGHT in pixels, both multiples of 8."""
     found = re.fullmatch(r"([+-]?\d{1,9})\s*[xX×*]\s*([+-]?\d{1,9})", text.strip(), re.ASCII)
     if found is None:
         raise ArgumentTypeError(f"{text!r} must be WIDTHxHEIGHT in pixels, e.g. 512x512")
     width, height = map(int, found.groups())
-    if not all(SMALLEST <= side <= LARGEST for side in (width, height)):
-        within = "x".join(str(min(max(side // 8 * 8, SMALLEST), LARGEST)) for side in (width, height))
-        raise ArgumentTypeError(f"{text!r}: width and height must be {SMALLEST} to {LARGEST} pixels, e.g. {within}")
+    if not all(smallest <= side <= LARGEST for side in (width, height)):
+        within = "x".join(str(min(max(side // 8 * 8, smallest), LARGEST)) for side in (width, height))
+        raise ArgumentTypeError(f"{text!r}: width and height must be {smallest} to {LARGEST} pixels, e.g. {within}")
     if width % 8 or height % 8:
         below, above = (f"{up(width)}x{up(height)}" for up in (_rounded_down, _rounded_up))
         raise ArgumentTypeError(f"{text!r}: width and height must be multiples of 8, e.g. {below} or {above}")

@@ -358,6 +358,7 @@ def main(options: Options) -> int:
     print(f"Stable Diffusion of {name} on {where}", flush=True)
     if device.type == "cpu":
         print(ON_A_CPU, flush=True)
+        pace.few_threads(plain.unet)
     refused = eight_bits.refusal() if options.eight_bits else None
     if refused is not None:
         print(f"8 bits are not used: {text(refused)}", flush=True)

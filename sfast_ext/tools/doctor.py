@@ -26,14 +26,14 @@ _NAMES = {
     "platform": "System",
     "gpu": "GPU",
     "compute_capability": "Compute capability",
-    "gpu_memory_mb": "GPU memory, MB",
+    "gpu_memory_mb": "GPU memory (MB)",
     "driver": "Driver",
     "torch": "torch",
     "cuda": "CUDA of torch",
     "cudnn": "cuDNN",
     "triton": "Triton",
     "nvrtc": "NVRTC",
-    "nvrtc_file": "Its file",
+    "nvrtc_file": "File of NVRTC",
     "xformers": "xformers",
     "diffusers": "diffusers",
     "compiler": "C compiler",
@@ -59,9 +59,15 @@ def collect() -> dict[str, Any]:
 def used(found: dict[str, Any]) -> list[str]:
     """What will run on a machine of this description, a sentence each."""
     if not found["gpu"]:
+        of_torch = (
+            ["This torch is built for CPUs. With an NVIDIA GPU, install one for CUDA: docs/troubleshooting.md#no-gpu."]
+            if "cuda" in found and not found["cuda"]
+            else []
+        )
         return [
             "No GPU: every call goes to the original forward, unless the settings allow plans on the CPU.",
             "On the CPU plans run in PyTorch, without CUDA graphs and without Triton: for trying it, not for speed.",
+            *of_torch,
         ]
     where = torch.device("cuda")
     if environment.triton_runs_on(where):

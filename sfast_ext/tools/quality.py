@@ -318,6 +318,8 @@ def main(options: Options) -> int:
     pipe.set_progress_bar_config(disable=True)
     attentions.make(options.yardstick, attentions.attention_layers(pipe.unet)[0][1])
     print(f"{name} on {machine.describe()['gpu'] or 'the CPU'}", flush=True)
+    if device.type == "cpu":
+        pace.few_threads(pipe.unet)
     fields, remarks = lossy_here() if options.lossy else ([], [])
     pace.of_images(device, pipe.unet, size, (3 + len(fields)) * options.images * steps)
     with tqdm(

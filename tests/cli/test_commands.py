@@ -75,6 +75,8 @@ def test_doctor_says_what_follows_without_triton(monkeypatch):
     assert any("none; PyTorch" in sentence for sentence in doctor.used(found))
     assert any("kernels: CUDA C++, for norms" in sentence for sentence in doctor.used({**found, "nvrtc": "12.1"}))
     assert "No GPU" in doctor.used({**found, "gpu": None})[0]
+    told = {cuda: " ".join(doctor.used({**found, "gpu": None, "cuda": cuda})) for cuda in (None, "13.0")}
+    assert "built for CPUs" in told[None] and "built for CPUs" not in told["13.0"]
 
 
 def test_doctor_says_what_runs_with_triton(monkeypatch):

@@ -84,3 +84,13 @@ def test_it_is_told_on_a_cpu_alone(device, calls, told, capsys):
     with pace.said(torch.device(device), calls):
         sum(range(1000))
     assert ("no NVIDIA GPU" in capsys.readouterr().err) == told
+
+
+@pytest.mark.parametrize(("weights", "threads"), [(10, 1), (pace.SMALL, 2)])
+def test_a_small_model_runs_in_one_thread(monkeypatch, weights, threads):
+    told = [2]
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.empty(weights, device="meta"))
+    pace.few_threads(model)
+    assert told[-1] == threads

@@ -12,6 +12,8 @@ import torch
 
 from sfast_ext.tools.lib import models
 
+SMALL = 20_000_000
+"""Weights of a model below which one thread of a CPU is as fast as several."""
 LONG_S = 60.0
 """Seconds from which a run is long: a person would wonder."""
 
@@ -24,6 +26,13 @@ def said(device: torch.device, calls: int) -> Iterator[None]:
     told = remark(time.perf_counter() - began, calls) if device.type == "cpu" else None
     if told is not None:
         print(told, file=sys.stderr, flush=True)
+
+
+def few_threads(model: torch.nn.Module) -> None:
+    """From now on this process computes in one thread, if the model is small: threads that wait for each other cost
+    more than they save, many times as much if other programs run."""
+    if sum(weight.numel() for weight in model.parameters()) < SMALL:
+        torch.set_num_threads(1)
 
 
 @torch.no_grad()
