@@ -333,5 +333,5 @@ def test_out_of_memory_in_a_replay_makes_room_and_the_plan_comes_back(
     assert acc.report.counter("out_of_memory") == 2 and acc.report.counter("graph_captures") == 3
     monkeypatch.setattr(plan, "_copy_outputs", short)
     assert relative(unet(*args, **kwargs)[0], acc.run_original(*args, **kwargs)[0]) < HALF
-    assert not acc.plans and "injected" in str(acc._cache.rejected.values())
+    assert not acc.plans and any("injected" in str(each.reason) for each in acc._cache.rejected.values())
     acc.release()
