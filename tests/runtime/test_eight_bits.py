@@ -134,8 +134,11 @@ def test_weights_are_asked_for_now_and_then_without_generations(monkeypatch: pyt
     assert [seed for seed, error in errors if error == 0] == [compared[1]]
 
 
-def test_a_plan_is_compared_again_with_an_input_of_less_noise() -> None:
+@pytest.mark.parametrize("generations", [True, False])
+def test_a_plan_is_compared_again_with_an_input_of_less_noise(generations: bool) -> None:
     on = On()
+    if generations:
+        on.acc.new_generation()
     errors = [on.error() for _ in range(20)]
     # the first call, which makes the plan, and the one after so many replays: the original's results
     assert [i for i, error in enumerate(errors) if error == 0] == [0, eight_bits.SECOND_LOOK + 1]
