@@ -41,7 +41,7 @@ from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.kernels.pointwise import geglu, layer_norm
 from sfast_ext.plans import payback
 from sfast_ext.plans.plan import Plan
-from sfast_ext.runtime import failures, plan_builder, plan_finder, plan_runner, verify
+from sfast_ext.runtime import failures, plan_builder, plan_finder, plan_maker, plan_runner, verify
 from sfast_ext.weights import arena
 from sfast_ext.weights.arena import WeightArena
 
@@ -237,7 +237,7 @@ def test_a_real_unet_goes_on_too(monkeypatch):
 def test_another_size_is_tried_although_one_was_given_up(monkeypatch):
     pair = Pair()
     with monkeypatch.context() as patch:
-        failing(patch, plan_builder, "run_passes")
+        failing(patch, plan_maker, "run_passes")
         pair.same(2)
     pair.plan_runs_again(2, width=16)
     before = pair.runs
@@ -421,14 +421,14 @@ def test_where_no_plan_comes_of_it_the_weights_lie_as_before(stage, monkeypatch)
     pair.same(2)
 
 
-def wrong(graph_module, context, real=plan_builder.run_passes):
+def wrong(graph_module, context, real=plan_maker.run_passes):
     counts = real(graph_module, context)
     spoil(graph_module.graph)
     return counts
 
 
 def test_a_wrong_plan_built_while_the_model_gives_nan_is_found_out(monkeypatch):
-    monkeypatch.setattr(plan_builder, "run_passes", wrong)
+    monkeypatch.setattr(plan_maker, "run_passes", wrong)
     pair = Pair()
     pair.same(2, change=lambda sample: sample * float("nan"))
     pair.same(3)

@@ -123,7 +123,9 @@ class CallServer:
     def _is_compared(self, lookup: Lookup) -> bool:
         """Whether a plan is to be compared with the original before its result is used, as the run showed."""
         plan = lookup.plan
-        return plan is not None and bool(plan.banks) and not lookup.compared and is_due(plan)
+        if plan is None or not plan.banks or lookup.compared or self._context.config.check == "never":
+            return False
+        return is_due(plan)
 
     def _edit(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Change the arguments as the original forward would have done, in place of which a plan ran."""

@@ -91,7 +91,7 @@ MUTATIONS = [
     Mutation(
         "the result of a plan whose weights changed", "runtime/call_server.py",
         "if self._is_compared(lookup):", "if False:",
-        (_PLANS + "test_weights_are_asked_for_now_and_then_without_generations",),
+        (_PLANS + "test_a_plan_is_compared_again_with_an_input_of_less_noise",),
     ),
     Mutation(
         "the result of a speculative replay whose weights changed", "runtime/call_server.py",

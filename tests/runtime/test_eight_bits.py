@@ -134,11 +134,29 @@ def test_weights_are_asked_for_now_and_then_without_generations(monkeypatch: pyt
     assert [seed for seed, error in errors if error == 0] == [compared[1]]
 
 
-def test_a_plan_is_compared_again_with_an_input_of_less_noise() -> None:
+@pytest.mark.parametrize("generations", [True, False])
+def test_a_plan_is_compared_again_with_an_input_of_less_noise(generations: bool) -> None:
     on = On()
+    if generations:
+        on.acc.new_generation()
     errors = [on.error() for _ in range(20)]
     # the first call, which makes the plan, and the one after so many replays: the original's results
     assert [i for i, error in enumerate(errors) if error == 0] == [0, eight_bits.SECOND_LOOK + 1]
+
+
+def test_nothing_is_compared_and_no_call_runs_twice_if_nobody_wants_it() -> None:
+    on = On(Config(allow_cpu=True, eight_bits=True, tolerance=0.1, check="never"))
+    for generation in range(3):
+        on.acc.new_generation()
+        on.both(changed("in place", 1.5 if generation else 1.0))
+        for _ in range(5):
+            on.call()
+    on.plan.compare_again = True
+    runs = []
+    real = on.plan.run_eagerly
+    on.plan.run_eagerly = lambda leaves: runs.append(1) or real(leaves)  # type: ignore[method-assign]
+    assert 0 < on.error() < 0.05 and len(runs) == 1
+    assert on.plan.error is None and on.status()["layers"] == LAYERS
 
 
 def test_a_plan_that_is_too_far_off_at_the_second_look_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
