@@ -182,7 +182,7 @@ $(PAGES)/%/.installed: requirements-pages/%.txt requirements-pages/common.txt .v
 	touch $@
 
 .venv/.dev: requirements-dev.txt requirements-test.txt .venv/.demo
-	@echo "Downloads about 0.3 GB more into .venv: what the tests need."
+	@echo "Downloads what the tests need into .venv, 0.6 GB on disk."
 	.venv/bin/python $(PIP) -r requirements-dev.txt
 	.venv/bin/python $(PIP) --no-deps $(LDM)
 	touch $@

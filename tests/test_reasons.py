@@ -162,7 +162,8 @@ def test_no_part_of_the_package_reads_the_sentence_of_a_reason():
     # addresses in foreign texts, paths, Markdown, sizes that a user types, names of models; the others are of code
     may = {
         "reasons.py", "ui/bug_report.py", "ui/help_page.py", "ui/requests.py", "capture/quantised.py",
-        "hosts/eight_bits.py", "behaviour/reach.py", "behaviour/value_types.py", "kernels/backend/cuda_libraries.py",
+        "behaviour/reach.py", "behaviour/value_types.py", "kernels/backend/cuda_libraries.py", "cli/parsers.py",
+        "cli/values.py", "hosts/eight_bits.py",
     }  # fmt: skip
     package = ROOT / "sfast_ext"
     assert {file.relative_to(package).as_posix() for file in package.rglob("*.py") if _imports_re(file)} <= may
