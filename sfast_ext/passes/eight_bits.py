@@ -112,7 +112,7 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.supported(*KERNELS):
         return selection.decline(reasons.EIGHT_BITS_KERNELS(ctx.device), for_good=True)
     hoist_weights(gm.graph)
-    found = candidates(gm.graph)
+    found = candidates(gm.graph, ctx.device)
     if selection.room is not None and ctx.arena.banks.missing(c.weight for c in found) > selection.room:
         return selection.decline(reasons.EIGHT_BITS_ROOM())
     layers = [Layer(c.name, c.x, c.weight.tensor) for c in found if c.name not in selection.errors]
@@ -135,15 +135,15 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     return len(taken)
 
 
-def candidates(graph: fx.Graph) -> list[Candidate]:
-    """The products whose input may be quantised where it is written."""
+def candidates(graph: fx.Graph, device: torch.device) -> list[Candidate]:
+    """The products whose input may be quantised where it is written, if that pays."""
     pinned = mutated(graph)
-    found = (match(node, pinned) for node in graph.nodes if is_op(node, _PRODUCTS))
+    found = (match(node, pinned, device) for node in graph.nodes if is_op(node, _PRODUCTS))
     return [candidate for candidate in found if candidate is not None]
 
 
-def match(node: fx.Node, pinned: set[fx.Node]) -> Candidate | None:
-    """Matches a product in half precision of enough rows, by a weight of the arena."""
+def match(node: fx.Node, pinned: set[fx.Node], device: torch.device) -> Candidate | None:
+    """Matches a product in half precision that is large enough, by a weight of the arena."""
     x: Any = node.args[0]
     weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
     kind, size = dtype(node), shape(weight) or ()
@@ -158,7 +158,8 @@ def match(node: fx.Node, pinned: set[fx.Node]) -> Candidate | None:
     pair = is_op(user, (geglu.launch,)) and user not in pinned and dtype(user) == kind
     result = user if pair and user is not None else node
     columns = size[0] // 2 if is_op(result, (geglu.launch, linear_geglu.launch)) else size[0]
-    if columns % COLUMNS or size[1] % DEPTH or math.prod((shape(x) or ())[:-1]) < MIN_ROWS:
+    rows = math.prod((shape(x) or ())[:-1])
+    if columns % COLUMNS or size[1] % DEPTH or rows < MIN_ROWS or not linear8.profitable(rows, *size, device):
         return None
     norm = norm_of(x)
     if norm is None and not is_op(x, (geglu.launch, linear_geglu.launch)) and not is_attention(x, pinned):

@@ -31,7 +31,7 @@ MUTATIONS = [
         "weights that are computed", "passes/eight_bits.py",
         "if not is_weight(weight) or len(size) != 2", "if len(size) != 2", _LEFT_ALONE,
     ),
-    Mutation("products of few rows", "passes/eight_bits.py", "< MIN_ROWS", "< 0", _SIZES),
+    Mutation("products of few rows", "passes/eight_bits.py", "rows < MIN_ROWS", "False", _SIZES),
     Mutation("columns of 8-bit products", "passes/eight_bits.py", "if columns % COLUMNS or", "if", _WIDTHS),
     Mutation("depths of 8-bit products", "passes/eight_bits.py", "or size[1] % DEPTH", "", _WIDTHS),
     Mutation(

@@ -256,7 +256,7 @@ def test_banks_are_shared_and_freed_with_the_last_graph() -> None:
     rewritten(on)
     banks = on.arena.banks
     assert len(banks) == 1 and banks.bytes == C * C + C * 12
-    assert len(candidates(on.graph)) == 0
+    assert len(candidates(on.graph, torch.device("cpu"))) == 0
     (fresh,) = on.launches(quantise_weights)
     weight = fresh.args[0][0].meta["weight"]
     held = [fresh.args[1][0].meta["bank"]]
