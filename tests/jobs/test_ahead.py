@@ -63,7 +63,7 @@ class Process:
     """A WebUI from its start to its end."""
 
     def __init__(self, **settings):
-        self._running = standin.running(sfast_allow_cpu=True, **settings)
+        self._running = standin.running(**{"sfast_allow_cpu": True, "sfast_ahead": True, **settings})
 
     def __enter__(self):
         self.host, self.images, self.queued = self._running.__enter__(), [], None
