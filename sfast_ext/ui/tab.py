@@ -56,7 +56,7 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
 
     def drawn(request: Any = None) -> tuple[Any, str]:
         if not actions.may_read(request):
-            return gradio.update(visible=False), PASSWORD
+            return gradio.update(visible=False), _fault(PASSWORD)
         figure = chart.figure(actions.measurements())
         return gradio.update(value=figure, visible=figure is not None), "" if figure is not None else _fault(NO_CHART)
 

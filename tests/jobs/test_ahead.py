@@ -555,6 +555,7 @@ def test_a_host_of_diffusers_is_ready_as_well_if_its_lock_told(sdnext, monkeypat
     accelerator.forget_plans("as after a start")
     captures = sdnext.captures()
     sdnext.shared.state.job = ""
+    sdnext.shared.opts.sfast_ahead = True
     ready = ahead.Ahead(idle._Host(session), session.rehearsals, host_queue.waiting, gpu_alone=False)
     ready.start()
     ready._thread.join(LONG)

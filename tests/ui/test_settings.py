@@ -72,7 +72,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_field_of_the_table_is_one_of_the_configuration():
-    assert len(set(settings_table.KEYS)) == len(settings_table.SETTINGS) + 2 == 14
+    assert len(set(settings_table.KEYS)) == len(settings_table.SETTINGS) + 2 == 15
     for setting in settings_table.SETTINGS:
         assert setting.key == f"sfast_{setting.field}"
         assert hasattr(HostConfig(), setting.field)

@@ -70,9 +70,10 @@ def test_what_may_not_be_read_is_not_shown(gradio):
     report, chart = (by_id(name).events[0]["fn"] for name in ("report", "chart"))
     # by this, Gradio knows that it is to give the request
     assert all(get_type_hints(each)["request"] is sys.modules["gradio"].Request for each in (report, chart))
-    assert report("admitted") == "a report" and chart("admitted")[1] == tab.NO_CHART
+    assert report("admitted") == "a report" and tab.NO_CHART in chart("admitted")[1]
     for request in (None, "another"):
-        assert report(request) == tab.PASSWORD and chart(request) == ({"visible": False}, tab.PASSWORD)
+        plot, told = chart(request)
+        assert report(request) == tab.PASSWORD and plot == {"visible": False} and tab.PASSWORD in told
     assert asked == ["admitted", "admitted", None, None, "another", "another"]
 
 
