@@ -90,7 +90,7 @@ def test_demo_tells_of_an_image_that_differs(tmp_path, monkeypatch, capsys, two_
 
 def told(*differences: float, found: list[str], dtype: torch.dtype = torch.float32) -> str:
     rows = [SimpleNamespace(largest=10 * each, difference=each) for each in differences]
-    return demo.verdict(SimpleNamespace(rows=rows, dtype=dtype), found)
+    return demo.verdict(SimpleNamespace(rows=rows, dtype=dtype, lossy=False), found)
 
 
 def test_the_verdict():

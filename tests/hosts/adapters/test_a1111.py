@@ -119,7 +119,7 @@ def test_the_status_has_every_part(host):
     host.generate()
     found = json.loads(json.dumps(status(), default=str))
     own = {"version", "host", "environment", "busy", "no_gpu", "enabled", "model", "job"} | {
-        "unserved", "accelerators", "badge",
+        "unserved", "accelerators", "badge", "eight_bits",
     }  # fmt: skip
     reported = {"preparing", "last_pass", "reasons", "reasons_since_start", "reasons_listed"}
     assert set(found) == own | reported | {"counters", "events", "last_error"}
