@@ -135,6 +135,8 @@ class Accelerator:
             elif was != config:
                 self._cache.clear_rejected()
                 self._backoff.clear()
+                if self.whole is None and (was.tolerance, was.check) != (config.tolerance, config.check):
+                    self._model.eight_bits.clear()
                 for plan in self.plans.values():
                     plan.no_graph_reason = None
                     if not config.cuda_graphs:
