@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sfast_ext import reasons
+from sfast_ext.eight_bits import MIN_CAPABILITY
 from sfast_ext.kernels.backend import nvrtc, triton_runtime
 from sfast_ext.passes.eight_bits_selection import Selection
 from sfast_ext.plans.plan import Plan
@@ -16,8 +17,6 @@ from sfast_ext.reasons import Declined, Detail, Reason
 from sfast_ext.report import Report
 from sfast_ext.weights.banks import Banks
 
-MIN_CAPABILITY = 7, 5
-"""Tensor cores multiply 8-bit integers from it on."""
 _MIN_BFLOAT16 = 8, 0
 _MAX_SELECTIONS = 8
 """Kinds of behaviour whose selections are remembered."""
