@@ -153,4 +153,3 @@ def is_due(plan: Plan) -> bool:
 def state_of_weights(plan: Plan) -> torch.Tensor:
     """A number for the values of all quantised weights of a plan that has just run on the current stream."""
     return torch.cat([bank.digests for bank in plan.banks]).sum()
-
