@@ -135,8 +135,6 @@ class Accelerator:
             elif was != config:
                 self._cache.clear_rejected()
                 self._backoff.clear()
-                if self.whole is None and (was.tolerance, was.check) != (config.tolerance, config.check):
-                    self._model.eight_bits.clear()
                 for plan in self.plans.values():
                     plan.no_graph_reason = None
                     if not config.cuda_graphs:
@@ -144,6 +142,9 @@ class Accelerator:
                 self._runner.reject_inaccurate()
             for part in self.parts:
                 part.configure(config)
+            if self.whole is None and (was.tolerance, was.check) != (config.tolerance, config.check):
+                plans = (plan for each in self._model.accelerators() for plan in each.plans.values())
+                self._model.eight_bits.reconsider(selected=any(plan.banks for plan in plans))
 
     def new_generation(self) -> None:
         """A generation begins: the next call reads the behaviour key.

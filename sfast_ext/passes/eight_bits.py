@@ -64,8 +64,8 @@ MIN_ROWS = 256
 """Of a product: with fewer it takes no longer than its weight takes to be read, which is read in half precision as
 well, to be quantised."""
 COLUMNS, DEPTH = 32, 64
-"""The rows and the columns of a weight are multiples of these. The kernels take each 8 rows, or 16 with GEGLU; 32 leaves
-out no layer of Stable Diffusion."""
+"""The rows and the columns of a weight are multiples of these. The kernels take multiples of 8 rows, or 16 with GEGLU;
+32 leaves out no layer of Stable Diffusion."""
 _PRODUCTS = LINEAR | {linear_geglu.launch, linear_accumulate.launch}
 _VIEWS = RESHAPE | PERMUTE | overloads("transpose.int", "contiguous")
 

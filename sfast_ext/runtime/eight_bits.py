@@ -85,6 +85,16 @@ class EightBits:
         """Forget all: settings changed, or the model is another one."""
         self.__init__()  # type: ignore[misc]
 
+    def reconsider(self, *, selected: bool) -> None:
+        """The limit is another one: what was refused may be tried again.
+
+        Args:
+            selected: whether there are plans with the layers of the present selections, which then stay.
+        """
+        if not selected:
+            self._selections.clear()
+        self.reason, self._generations, self._pause, self._exceeded = None, 0, _FIRST_PAUSE, 0
+
     def new_generation(self) -> None:
         """A generation begins. What did not work may be tried again."""
         if self._generations:

@@ -289,6 +289,18 @@ def test_another_tolerance_forgets_why_8_bits_were_not_used() -> None:
     assert on.status()["layers"] == LAYERS and on.status()["reason"] is None and on.status()["kept"] == []
 
 
+def test_another_tolerance_leaves_plans_and_what_is_told_of_them() -> None:
+    on = On()
+    on.both(outlier)
+    for _ in range(2):
+        on.call()
+    told = on.status()
+    assert told["kept"] and told["layers"]
+    on.acc.configure(Config(allow_cpu=True, eight_bits=True, tolerance=0.2))
+    on.call()
+    assert on.status() == told and on.count("captures") == 1
+
+
 def test_a_plan_whose_weights_cannot_be_read_back_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(plan: Any) -> None:
         raise RuntimeError("injected")
