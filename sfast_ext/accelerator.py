@@ -142,6 +142,9 @@ class Accelerator:
                 self._runner.reject_inaccurate()
             for part in self.parts:
                 part.configure(config)
+            if self.whole is None and (was.tolerance, was.check) != (config.tolerance, config.check):
+                plans = (plan for each in self._model.accelerators() for plan in each.plans.values())
+                self._model.eight_bits.reconsider(selected=any(plan.banks for plan in plans))
 
     def new_generation(self) -> None:
         """A generation begins: the next call reads the behaviour key.

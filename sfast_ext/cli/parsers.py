@@ -199,7 +199,8 @@ def parser() -> argparse.ArgumentParser:
     bench = add(
         "bench",
         "Measure the time of one call of a UNet, with Stable Fast and in other ways.",
-        "The ways are measured in turns. The exit status is 1 if Stable Fast did not accelerate the calls.",
+        "The ways are measured in turns. The exit status is 1 if Stable Fast did not accelerate the calls,"
+        " or not in the way that was asked for.",
         "bench --model sdxl --size 1024x1024,832x1216 --against eager,torch-compile",
         "compares three ways at two sizes.",
     )

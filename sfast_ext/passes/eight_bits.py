@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from sfast_ext import reasons
+from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.eight_bits import (
     add_layer_norm8,
     geglu8,
@@ -26,6 +27,7 @@ from sfast_ext.kernels.eight_bits import (
 )
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
 from sfast_ext.kernels.pointwise import add_layer_norm, geglu, layer_norm
+from sfast_ext.reasons import Detail, Reason
 
 from .attention import ATTENTION
 from .cleanup import PERMUTE
@@ -62,7 +64,8 @@ MIN_ROWS = 256
 """Of a product: with fewer it takes no longer than its weight takes to be read, which is read in half precision as
 well, to be quantised."""
 COLUMNS, DEPTH = 32, 64
-"""What the rows and the columns of a weight are multiples of, as the kernels take them."""
+"""The rows and the columns of a weight are multiples of these. The kernels take multiples of 8 rows, or 16 with GEGLU;
+32 leaves out no layer of Stable Diffusion."""
 _PRODUCTS = LINEAR | {linear_geglu.launch, linear_accumulate.launch}
 _VIEWS = RESHAPE | PERMUTE | overloads("transpose.int", "contiguous")
 
@@ -110,7 +113,7 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     if selection is None or ctx.most_bytes is not None:
         return 0
     if not ctx.supported(*KERNELS):
-        return selection.decline(reasons.EIGHT_BITS_KERNELS(ctx.device), for_good=True)
+        return selection.decline(without_kernels(ctx.device), for_good=True)
     hoist_weights(gm.graph)
     found = candidates(gm.graph, ctx.device)
     if selection.room is not None and ctx.arena.banks.missing(c.weight for c in found) > selection.room:
@@ -128,11 +131,20 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     for candidate in taken:
         readers[candidate.x].append(candidate)
     for some in readers.values():
-        # GEGLU's kernel may have been replaced since
+        # x is read anew: if a kernel of GEGLU writes it, an earlier turn may have replaced that
         operands = quantised(some[0].x, some, groups)
         for candidate in some:
             rewrite(candidate, operands[groups[candidate.result]], weights[candidate.weight, groups[candidate.result]])
     return len(taken)
+
+
+def without_kernels(device: torch.device) -> Reason:
+    """Why there are no kernels for a device."""
+    for kernel in KERNELS:
+        failure = health.reason(kernel.name, device)
+        if failure is not None:
+            return reasons.EIGHT_BITS_KERNEL_FAILED(kernel.name, Detail(failure))
+    return reasons.EIGHT_BITS_KERNELS(device)
 
 
 def candidates(graph: fx.Graph, device: torch.device) -> list[Candidate]:

@@ -26,6 +26,7 @@ from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import registry
+from sfast_ext.kernels.eight_bits import quantise_rows
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
 from sfast_ext.kernels.pointwise import geglu
 from sfast_ext.reasons import Reason
@@ -194,10 +195,7 @@ def rounded(rows: Tensor) -> Tensor:
 
 def hadamard(size: int, device: torch.device) -> Tensor:
     """The orthonormal Walsh-Hadamard matrix."""
-    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / size**0.5).to(device)
+    return quantise_rows.hadamard(size).to(device, torch.float32)
 
 
 def run(gm: fx.GraphModule, inputs: Iterable[Any], seen: Callable[[fx.Node, Any], bool]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sfast_ext import reasons
+from sfast_ext.eight_bits import MIN_CAPABILITY
 from sfast_ext.kernels.backend import nvrtc, triton_runtime
 from sfast_ext.passes.eight_bits_selection import Selection
 from sfast_ext.plans.plan import Plan
@@ -16,8 +17,6 @@ from sfast_ext.reasons import Declined, Detail, Reason
 from sfast_ext.report import Report
 from sfast_ext.weights.banks import Banks
 
-MIN_CAPABILITY = 7, 5
-"""Tensor cores multiply 8-bit integers from it on."""
 _MIN_BFLOAT16 = 8, 0
 _MAX_SELECTIONS = 8
 """Kinds of behaviour whose selections are remembered."""
@@ -85,6 +84,16 @@ class EightBits:
     def clear(self) -> None:
         """Forget all: settings changed, or the model is another one."""
         self.__init__()  # type: ignore[misc]
+
+    def reconsider(self, *, selected: bool) -> None:
+        """The limit is another one: what was refused may be tried again.
+
+        Args:
+            selected: whether there are plans with the layers of the present selections, which then stay.
+        """
+        if not selected:
+            self._selections.clear()
+        self.reason, self._generations, self._pause, self._exceeded = None, 0, _FIRST_PAUSE, 0
 
     def new_generation(self) -> None:
         """A generation begins. What did not work may be tried again."""
@@ -154,4 +163,3 @@ def is_due(plan: Plan) -> bool:
 def state_of_weights(plan: Plan) -> torch.Tensor:
     """A number for the values of all quantised weights of a plan that has just run on the current stream."""
     return torch.cat([bank.digests for bank in plan.banks]).sum()
-

@@ -58,9 +58,16 @@ class Failures:
             if plan is not None and self.disable_kernels(exc, lookup.key.device):
                 self._cache.drop(lookup.key)
                 return
-            if not self._evict_for_memory(exc, plan):
-                kind = _NO_MEMORY_FOR[building] if out_of_memory(exc) else _FAILED[building]
-                self._cache.reject(lookup.key, kind(where, Detail(one_line(words_of(exc)))))
+            if self._evict_for_memory(exc, plan):
+                return
+            kind = _NO_MEMORY_FOR[building] if out_of_memory(exc) else _FAILED[building]
+            why = kind(where, Detail(one_line(words_of(exc))))
+            if plan is not None and plan.banks:
+                # the one without 8 bits may run
+                self._cache.drop(lookup.key)
+                self._context.model.eight_bits.stop(reasons.EIGHT_BITS_REFUSED(why), report)
+            else:
+                self._cache.reject(lookup.key, why)
         except Exception as again:
             report.error("giving up a plan", again)
 

@@ -282,6 +282,8 @@ class PlanBuilder:
                     record=lambda: self._runner.record_launches(plan, lookup.call),
                 )
                 refusal = verify_plan(new)
+                if plan.banks and plan.error is not None:
+                    plan.compared_weights.add(int(state_of_weights(plan)))
         except Exception as exc:
             self._cache.drop(key)
             if isinstance(exc, Interrupted):
@@ -308,8 +310,6 @@ class PlanBuilder:
         if refusal is not None:
             self._cache.reject(key, refusal)
             return None
-        if plan.banks and plan.error is not None:
-            plan.compared_weights.add(int(state_of_weights(plan)))
         return plan
 
     def _spare_bytes(self, device: torch.device) -> int | None:

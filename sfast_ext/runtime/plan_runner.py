@@ -108,13 +108,17 @@ class PlanRunner:
         return plan.device.type == "cuda"
 
     def reject_inaccurate(self) -> None:
-        """Reject the plans whose known error exceeds the tolerance."""
+        """Reject the plans whose known error exceeds the tolerance. Those with 8 bits are dropped: the next have more
+        layers in half precision."""
         config = self._context.config
         if config.check == "never":
             return
         for key, plan in list(self._cache.plans.items()):
             if plan.error is not None and not plan.error <= (most := tolerance(plan, config)):
-                self._cache.reject(key, reasons.INACCURATE(plan.error, most))
+                if plan.banks:
+                    self._cache.drop(key)
+                else:
+                    self._cache.reject(key, reasons.INACCURATE(plan.error, most))
 
     def outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
         """The flat outputs of a plan. The caller holds `guard`."""

@@ -54,8 +54,8 @@ class Options:
 
     @property
     def lossy(self) -> bool:
-        """Whether details of the images may change."""
-        return self.faster_sums or self.eight_bits
+        """Whether details of the images may change. Without a GPU for 8 bits they may not, whatever was asked for."""
+        return self.faster_sums or (self.eight_bits and eight_bits.refusal() is None)
 
 
 @dataclass

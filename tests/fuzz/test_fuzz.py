@@ -22,6 +22,7 @@ from sfast_ext.behaviour import reader, surroundings
 from sfast_ext.behaviour.key import BehaviourKeys
 from sfast_ext.behaviour.snapshot import Snapshot
 from sfast_ext.kernels.backend import choices, health
+from sfast_ext.kernels.eight_bits import quantise_weights
 
 # an event that is listed more often comes more often
 LISTED = machine.listed(machine.EVENTS)
@@ -119,9 +120,9 @@ def test_weights_in_8_bits_are_those_of_the_twin(tmp_path):
 
 
 def test_rows_that_are_quantised_once_and_never_again_are_found(monkeypatch):
-    real = eight_bit_kernels.digest_of
+    real = quantise_weights.digest_of_rows
     eight_bit_kernels.available(monkeypatch)
-    monkeypatch.setattr(eight_bit_kernels, "digest_of", lambda weight: torch.ones_like(real(weight)))
+    monkeypatch.setattr(quantise_weights, "digest_of_rows", lambda *given: torch.ones_like(real(*given)))
     w = World("tokens", 5, ground.with_eight_bits(ground.CPU))
     machine.play(w, "another_call", 0)
     try:

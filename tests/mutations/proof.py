@@ -83,7 +83,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every other comparison", "runtime/plan_runner.py",
-        "if refusal is not None:", "if False:",
+        "if refusal is None:", "if True:",
         ("test_wrong_plans.py::test_always_checking_catches_a_plan_gone_wrong_later",),
     ),
     Mutation(

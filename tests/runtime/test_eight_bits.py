@@ -19,7 +19,7 @@ from sfast_ext.kernels.eight_bits import linear8
 from sfast_ext.passes import eight_bits_selection
 from sfast_ext.runtime import eight_bits, plan_builder, verify
 
-from .eight_bits import HALF, LAYERS, OFF, ON, C, Net, On, changed
+from .eight_bits import HALF, LAYERS, OFF, ON, C, On, changed, outlier
 
 
 @pytest.fixture(autouse=True)
@@ -172,16 +172,6 @@ def test_a_plan_that_is_too_far_off_at_the_second_look_is_not_used(monkeypatch: 
     assert 0 < on.error() < 0.05 and on.status()["layers"] == LAYERS
 
 
-def outlier(m: Net) -> None:
-    """Another checkpoint in the place of the first, with values that 8 bits cannot hold."""
-    for block in m.blocks:
-        for norm, layers in ((block.norm1, (block.to_q, block.to_k, block.to_v)), (block.norm2, (block.ff_in,))):
-            norm.weight[3] *= 3000
-            for layer in layers:
-                layer.weight[:, 3] = 0
-                layer.weight.mul_(1.01)
-
-
 def test_another_checkpoint_in_place_has_its_layers_selected_anew() -> None:
     on = On(Config(allow_cpu=True, eight_bits=True))
     on.acc.new_generation()
@@ -246,7 +236,8 @@ def test_a_kernel_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     on = On()
     on.call()
     assert on.error() < 0.01 and on.status()["layers"] == 0
-    assert "no kernels" in on.status()["reason"]["text"]
+    text = on.status()["reason"]["text"]
+    assert "linear8" in text and "RuntimeError: injected" in text
 
 
 def test_an_error_while_layers_are_selected_is_reported_and_the_exact_plan_is_made(

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from benchmarks.fuzz import stress
-from sfast_ext import cli
+from sfast_ext import cli, reasons
 from sfast_ext.tools import bench, demo
 from sfast_ext.tools.lib import exact, models, pipelines
 
@@ -69,11 +69,24 @@ def test_demo_with_8_bits_tells_the_difference_and_judges_only_what_is_not_finit
 ):
     monkeypatch.setattr(pipelines, "trained_pipeline", pipelines.random_pipeline)
     monkeypatch.setattr(demo, "_difference", lambda a, b: difference)
+    # as on a GPU
+    monkeypatch.setattr(demo.eight_bits, "refusal", lambda: None)
     arguments = ["demo", "--out", str(tmp_path), "--steps", "1", "--size", "64x64", "--eight-bits"]
     status = cli.main(arguments)
     out = capsys.readouterr().out
     assert (status == 1) == fault == ("FAULT" in out), out
-    assert ("8 bits are not used: " in out) != torch.cuda.is_available()
+    assert ("Images differ in details, as was asked for" in out) != fault
+
+
+def test_demo_judges_images_as_always_if_8_bits_are_not_used(tmp_path, monkeypatch, capsys, two_levels):
+    monkeypatch.setattr(pipelines, "trained_pipeline", pipelines.random_pipeline)
+    monkeypatch.setattr(demo.eight_bits, "refusal", lambda: reasons.NVRTC_FOR_EIGHT_BITS(reasons.Detail("none")))
+    arguments = ["demo", "--out", str(tmp_path), "--steps", "1", "--size", "64x64", "--eight-bits"]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "8 bits are not used: " in out and "Images agree: " in out
+    monkeypatch.setattr(demo, "_difference", lambda a, b: 40.0)
+    assert cli.main(arguments) == 1 and "FAULT first image: the images differ by 40.00" in capsys.readouterr().out
 
 
 def test_demo_tells_of_an_image_that_differs(tmp_path, monkeypatch, capsys, two_levels):

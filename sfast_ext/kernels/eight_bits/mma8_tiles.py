@@ -14,8 +14,6 @@ _GEFORCE = (8, 6)
 _LARGE = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0)}
 """Compute capabilities whose blocks can have as much shared memory as those of 8.0. Later ones that are not among them
 have as much as a GeForce."""
-
-
 _SYSTEMS = 1 << 10
 """Bytes of shared memory that the system takes of each block, in addition to what blocks can have."""
 

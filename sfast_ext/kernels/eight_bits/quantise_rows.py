@@ -60,7 +60,7 @@ def rotated(x: Tensor, group: int) -> Tensor:
 @functools.lru_cache(maxsize=None)
 def hadamard(size: int) -> Tensor:
     """The orthonormal Walsh-Hadamard matrix in its natural order, float64: `rotated` multiplies by it."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+    matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix * size**-0.5
