@@ -259,6 +259,7 @@ EIGHT_BITS_NVRTC = Kind("eight-bits", "8 bits are not used: their kernels cannot
 EIGHT_BITS_KERNELS = Kind("eight-bits", "8 bits are not used: there are no kernels for them on {}")
 EIGHT_BITS_KERNEL_FAILED = Kind("eight-bits", "8 bits are not used: a kernel for them failed: {}: {}")
 EIGHT_BITS_LAYERS = Kind("eight-bits", "8 bits are not used: at this size no layer in half precision is fit for them")
+EIGHT_BITS_VALUES = Kind("eight-bits", "8 bits are not used: values of this call are not finite")
 EIGHT_BITS_ROOM = Kind("eight-bits", "8 bits are not used: the GPU has too little memory for a second copy of weights")
 EIGHT_BITS_REFUSED = Kind("eight-bits", "8 bits are not used: {}")
 EIGHT_BITS_FAILED = Kind("eight-bits", "8 bits are not used: no plan could be built: {}: {}")

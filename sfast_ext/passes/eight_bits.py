@@ -120,7 +120,11 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
         return selection.decline(reasons.EIGHT_BITS_ROOM())
     layers = [Layer(c.name, c.x, c.weight.tensor) for c in found if c.name not in selection.errors]
     if layers:
-        selection.learn(measured(gm, layers, selection.inputs))
+        errors = measured(gm, layers, selection.inputs)
+        if 1 < len(errors) < 2 * sum(math.isnan(each.least) for each in errors.values()):
+            # the call of a black image says nothing of the layers: a later plan measures them
+            return selection.decline(reasons.EIGHT_BITS_VALUES(), elsewhere_too=False)
+        selection.learn(errors)
     taken = [c for c in found if c.name not in selection.kept]
     if not taken:
         return selection.decline(reasons.EIGHT_BITS_LAYERS(), elsewhere_too=False)

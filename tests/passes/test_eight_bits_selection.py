@@ -135,6 +135,18 @@ def test_a_layer_of_zeros_is_exact() -> None:
     assert on.error() < 1e-2
 
 
+def test_a_call_of_values_that_are_not_finite_shows_no_layer_s_error() -> None:
+    module = Block()
+    black = traced(module, torch.full_like(TOKENS, math.nan), PROMPT)
+    assert rewritten(black)["linear8"] == 0
+    selection = black.ctx.eight_bits
+    assert not selection.errors and not selection.kept and "not finite" in str(selection.obstacle)
+    on = traced(module, TOKENS, PROMPT)
+    selection.inputs = on.ctx.eight_bits.inputs
+    on.ctx.eight_bits = selection
+    assert rewritten(on)["linear8"] > 1 and selection.errors and not selection.kept
+
+
 def test_the_device_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many layers there are: values are read at the end, and what comes from the CPU comes once."""
     reads: list[str] = []
