@@ -1,7 +1,7 @@
 // PTX wrappers for Hopper kernels: mbarriers, TMA, wgmma, thread block clusters, programmatic dependent launch (PDL).
 // Names follow CUTLASS and PTX.
 //
-// Compile-time parameters: BF16 (0 is float16); WIDTH, the N of `wgmma`, where that is used; KIND, the type of its
+// Compile-time parameters: BF16 (0 is float16); WIDTH, the N of `wgmma`, if that is used; KIND, the type of its
 // operands if they have 8 bits: 0 int8 with int32 sums, 1 float8 e4m3 with float32 sums.
 
 typedef unsigned int u32;

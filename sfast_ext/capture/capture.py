@@ -180,7 +180,7 @@ def _recorded(
     finally:
         left_behind, passing = before.put_back(ignored_too=True)
     elsewhere = leftovers.take_out(made, graph_module)
-    # the forward may have taken an interruption for a failure of its own code, and gone another way
+    # the forward may have caught the interruption like a failure of its own code, and run another branch
     breathe()
     if refusal is not None:
         raise refusal

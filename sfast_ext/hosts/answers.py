@@ -72,7 +72,7 @@ class Answers:
         self._name_settings(p, settings.infotext(config) if begun.reason is None else {})
 
     def _name_settings(self, p: Any, named: dict[str, Any]) -> None:
-        """Let an infotext name these settings, and no others of ours.
+        """Let an infotext name these settings, and no others of this extension.
 
         In another dictionary: hosts copy a request for each image of a grid, and the copies share theirs, so an image
         would have the entries of the one before it.

@@ -73,7 +73,7 @@ def bars(measurements: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
 
 
 def _times(before: float, after: float, series: int) -> str:
-    """How many times faster, beside all bars but the original's."""
+    """How many times faster, next to all bars but the original's."""
     return "" if series == 0 or not after else f"   {before / after:.1f}x"
 
 
