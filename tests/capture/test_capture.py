@@ -142,7 +142,7 @@ def test_a_compiled_function_is_recorded_as_it_was_written():
     def function(m, x):
         return double(x) + 1
 
-    recorded, *_ = captured(function, X)
+    *_, recorded = captured(function, X)
     assert [n.target for n in recorded.graph_module.graph.nodes if n.op == "call_function"] == [
         torch.ops.aten.sin.default, torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor,
     ]  # fmt: skip
