@@ -24,7 +24,6 @@ def prompts(model: str) -> list[Step]:
         drawn(f"{model} long once more", prompt=f"{LONG} by day"),
         drawn(f"{model} editing", prompt="a [dog:ship:0.5] on a hill"),
         *(drawn(f"{model} skip {n}", prompt=f"a dog and {n} cats", clip_skip=n) for n in (1, 2, 3)),
-        drawn(f"{model} skip 1.5", prompt="a dog and a cat", clip_skip=1.5),
         drawn(f"{model} BREAK", prompt="a dog BREAK on a hill"),
         drawn(f"{model} two images", prompt="a boat", batch_size=2),
         drawn(f"{model} last", prompt="a cliff"),
