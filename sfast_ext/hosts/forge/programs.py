@@ -75,7 +75,8 @@ def _casting(network: nn.Module) -> list[nn.Module]:
 def _neo_inside(holder: Any, network: nn.Module) -> Reason | None:
     if getattr(holder, "model_lowvram", False):
         return reasons.IN_PARTS()
-    if any(m.weight_function or m.bias_function for m in _casting(network)):
+    layers = _casting(network)
+    if any(m.weight_function or m.bias_function for m in layers):
         return reasons.LORA_IN_FP16()
     return None
 
@@ -127,7 +128,9 @@ def _forge_inside(holder: Any, network: nn.Module) -> Reason | None:
     layers = _casting(network)
     if any("prev_parameters_manual_cast" in vars(m) for m in layers):
         return reasons.IN_PARTS()
-    return reasons.LORA_IN_FP16() if any(getattr(m, _ONLINE, None) for m in layers) else None
+    if any(getattr(m, _ONLINE, None) for m in layers):
+        return reasons.LORA_IN_FP16()
+    return None
 
 
 def _forge_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
@@ -158,7 +161,9 @@ def _classic_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
 
 def _classic_inside(holder: Any, network: nn.Module) -> Reason | None:
     layers = [m for m in network.modules() if hasattr(m, _CAST)]
-    return reasons.IN_PARTS() if any(_CAST_BEFORE in vars(m) for m in layers) else None
+    if any(_CAST_BEFORE in vars(m) for m in layers):
+        return reasons.IN_PARTS()
+    return None
 
 
 def _classic_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
@@ -192,8 +197,10 @@ def _reforge_inside(holder: Any, network: nn.Module) -> Reason | None:
     if getattr(holder, "model_lowvram", False):
         return reasons.IN_PARTS()
     layers = [m for m in network.modules() if hasattr(m, _CAST)]
-    hook = next((f for m in layers for f in (*m.weight_function, *m.bias_function)), None)  # type: ignore[misc]
-    return None if hook is None else reasons.INSIDE(describe(hook))
+    if any(m.weight_function or m.bias_function for m in layers):
+        hook = next(f for m in layers for f in (*m.weight_function, *m.bias_function))  # type: ignore[misc]
+        return reasons.INSIDE(describe(hook))
+    return None
 
 
 def _reforge_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:

@@ -197,14 +197,14 @@ class SDNextSession(Session):
         found: list[nn.Module] = []
         for pipe in (_pipeline(), _refiner()):
             for name in TEXT_ENCODERS:
-                each = getattr(pipe, name, None)
-                if not isinstance(each, nn.Module) or any(each is other for other in found):
+                encoder = getattr(pipe, name, None)
+                if not isinstance(encoder, nn.Module) or any(encoder is other for other in found):
                     continue
-                reason = model_bypass_reason(each, shared.opts)
-                if reason is None:
-                    found.append(each)
+                refused = model_bypass_reason(encoder, shared.opts)
+                if refused is None:
+                    found.append(encoder)
                 else:
-                    self.report.once("text encoder", reason)
+                    self.report.once("text encoder", refused)
         return found
 
     def release_models(self) -> None:

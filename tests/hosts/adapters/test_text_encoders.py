@@ -435,3 +435,47 @@ def test_one_encoder_that_is_named_twice_has_one_accelerator():
     found = encoders.follow([encoder, nn.ModuleList([encoder]), encoder.transformer], HostConfig(allow_cpu=True))
     assert [each.module for each in found] == [encoder.transformer.text_model.encoder]
     encoders.release()
+
+
+def test_a_text_model_that_records_by_hooks_is_one_plan_unless_its_embeddings_are_replaced():
+    pytest.importorskip("transformers.utils.output_capturing", reason="hidden states are recorded by hooks since 5")
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = CLIPTextModelWithProjection(CLIPTextConfig(vocab_size=standin.WORDS, projection_dim=16, **sizes))
+    assert layers_of(model.text_model) is model.text_model and layers_of(model) is None
+    embeddings = model.text_model.embeddings
+    embeddings.token_embedding = standin.WithFixes(embeddings.token_embedding, None)
+    assert layers_of(model.text_model) is None
+    encoders = TextEncoders(lambda module: Hooks(), Report())
+    assert encoders.follow([model], HostConfig(allow_cpu=True)) == []
+
+
+def test_a_class_that_is_derived_from_torchs_embedding_may_do_more():
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    class Embedding(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return -super().forward(ids)
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = CLIPTextModel(CLIPTextConfig(vocab_size=standin.WORDS, **sizes))
+    text = getattr(model, "text_model", model)
+    text.embeddings.token_embedding = Embedding(standin.WORDS, 16)
+    assert layers_of(text) is not text
+
+
+@pytest.mark.parametrize("part", ["embeddings", "encoder", "final_layer_norm"])
+def test_a_model_without_one_of_its_parts_is_none(part):
+    text = standin.clip_l(1).transformer.text_model
+    assert layers_of(text) is text.encoder
+    setattr(text, part, None)
+    assert layers_of(text) is None
+
+
+def test_layers_of_another_kind_are_left_alone():
+    text = standin.clip_l(1).transformer.text_model
+    text.encoder.layers[1] = nn.Linear(3, 3)
+    assert layers_of(text) is None
+    text.encoder.layers = nn.ModuleList()
+    assert layers_of(text) is None
