@@ -72,7 +72,7 @@ class Towers:
 
     def _around(self, original: Callable[..., Any], embedder: Any, *args: Any, **kwargs: Any) -> Any:
         tower = self._towers.get(embedder)
-        if tower is None or METHOD in vars(embedder) or not _follow(tower, embedder):
+        if tower is None or not _follow(tower, embedder):
             return original(embedder, *args, **kwargs)
         # not the module itself: hooks on all modules would be called once more
         return tower.forward(*args, **kwargs)

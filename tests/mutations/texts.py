@@ -24,11 +24,6 @@ MUTATIONS = [
         ("behaviour/test_recorded_outputs.py::test_a_hook_that_only_has_the_name_is_foreign",),
     ),
     Mutation(
-        "a method on an embedder itself", "hosts/open_clip_towers.py",
-        "METHOD in vars(embedder) or", "False or",
-        ("hosts/adapters/test_text_encoders.py::test_a_method_on_the_embedder_itself_is_called",),
-    ),
-    Mutation(
         "blocks of another model in an embedder", "hosts/open_clip_towers.py",
         'if tower.model.transformer is not getattr(embedder.model, "transformer", None):', "if False:",
         ("hosts/adapters/test_text_encoders.py::test_blocks_of_another_model_run_at_once_and_are_followed",),
