@@ -20,7 +20,7 @@ MUTATIONS = [
     Mutation(
         "the file of a hook that records", "behaviour/recorded_outputs.py",
         'isinstance(function, FunctionType) and function.__globals__.get("__name__") == _HOME',
-        'getattr(function, "__module__", None) == _HOME',
+        'isinstance(function, FunctionType) and _HOME in (function.__module__, function.__globals__.get("__name__"))',
         ("behaviour/test_recorded_outputs.py::test_a_hook_that_only_has_the_name_is_foreign",),
     ),
     Mutation(
