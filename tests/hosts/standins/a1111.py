@@ -297,12 +297,14 @@ class Host:
         blocks: bool = False,
         vae: nn.Module | None = None,
         levels: int | None = None,
+        text: nn.Module | None = None,
     ) -> Any:
         """Another configuration: a new model; those over the limit go to the meta device first.
 
         Args:
             medvram: as with --medvram, or with `blocks` with --lowvram.
             vae: its VAE; one of two layers by default.
+            text: its text encoder with `medvram`; one of a single weight by default.
         """
         loaded = self.model_data.loaded_sd_models
         while len(loaded) >= limit:
@@ -317,7 +319,7 @@ class Host:
         if medvram:
             unet, vae = model.model.diffusion_model, model.first_stage_model.to("cpu")
             model.lowvram = True
-            model.cond_stage_model = TextEncoder(sum(p.nbytes for p in unet.parameters()) // 2)
+            model.cond_stage_model = text or TextEncoder(sum(p.nbytes for p in unet.parameters()) // 2)
             self.lowvram = LowVram(self.place)
             self.lowvram.set_up(model.model, [model.cond_stage_model], vae, BLOCKS if blocks else None)
             self.shared.cmd_opts.lowvram = blocks
