@@ -151,7 +151,8 @@ def layers_of(module: nn.Module) -> nn.Module | None:
     """What is accelerated of a text model; None if the module is none that is known.
 
     That is its encoder, whose results are all hidden states. From transformers 5 on they are recorded by hooks for the
-    forward of the text model, which then is accelerated as a whole, unless its embeddings are not torch's.
+    forward of the text model, which then is accelerated as a whole, unless its embeddings are not torch's. ComfyUI's
+    encoder writes to its argument, which no plan repeats.
     """
     encoder = getattr(module, "encoder", None)
     parts = (getattr(module, name, None) for name in ("embeddings", "final_layer_norm"))
@@ -162,7 +163,7 @@ def layers_of(module: nn.Module) -> nn.Module | None:
         return None
     if collects(module):
         return module if type(getattr(module.embeddings, "token_embedding", None)) is nn.Embedding else None
-    return encoder if _read(encoder) & {"inputs_embeds", "intermediate_output"} else None
+    return encoder if _read(encoder) >= {"inputs_embeds", "output_hidden_states"} else None
 
 
 def _is_layer(layer: nn.Module) -> bool:

@@ -473,6 +473,22 @@ def test_a_model_without_one_of_its_parts_is_none(part):
     assert layers_of(text) is None
 
 
+def test_an_encoder_that_writes_to_its_argument_as_comfyuis_is_left_alone():
+    class InPlace(nn.Module):
+        def __init__(self, layers: nn.ModuleList) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x, mask=None, intermediate_output=None):
+            for layer in self.layers:
+                x += layer(x, mask, None)[0]
+            return x, None
+
+    text = standin.clip_l(1).transformer.text_model
+    text.encoder = InPlace(text.encoder.layers)
+    assert layers_of(text) is None
+
+
 def test_layers_of_another_kind_are_left_alone():
     text = standin.clip_l(1).transformer.text_model
     text.encoder.layers[1] = nn.Linear(3, 3)
