@@ -54,4 +54,4 @@ def test_its_prompt_was_read_by_a_plan(played: Played, name: str) -> None:
 
 def test_the_round_tells_its_images_apart(stock: dict[str, list[str]]) -> None:
     for one, other in (("one", "two"), ("three", "emphasis")):
-        assert apart(stock[one], stock[other]) > 2 * TOLERANCE, (one, other)
+        assert apart(stock[one], stock[other]) > TOLERANCE, (one, other)
