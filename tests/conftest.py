@@ -295,3 +295,11 @@ def vae_plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from sfast_ext.hosts import vae
 
     monkeypatch.setattr(vae, "GAIN", math.inf)
+
+
+@pytest.fixture
+def text_plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for text encoders."""
+    from sfast_ext.hosts import text_encoders
+
+    monkeypatch.setattr(text_encoders, "GAIN", math.inf)

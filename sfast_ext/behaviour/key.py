@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from sfast_ext.behaviour.fingerprint import Fingerprint, fingerprint
+from sfast_ext.behaviour.foreign_code import Patch
 from sfast_ext.behaviour.reader import Vouch
+from sfast_ext.behaviour.recorded_outputs import inside_collectors, written_there
 from sfast_ext.reasons import Reason
 
 
@@ -93,9 +95,18 @@ class BehaviourKeys:
 
     def _foreign_patch(self, read: Fingerprint) -> Reason | None:
         vouch = self._recognised
-        patches = (p for p in read.patches if vouch is None or not vouch(p.module, p.kind, p.function))
+        patches = (p for p in self._foreign_patches(read) if vouch is None or not vouch(p.module, p.kind, p.function))
         found = chain((patch.reason() for patch in patches), (value.reason() for value in read.unknown))
         return next(found, None)
+
+    def _foreign_patches(self, read: Fingerprint) -> list[Patch]:
+        """Without the hooks that record results for a forward that is captured."""
+        recording = [p for p in read.patches if p.kind == "hook" and written_there(p.function)]
+        if not recording:
+            return read.patches
+        inside = inside_collectors(self._module)
+        known = {id(patch) for patch in recording if id(patch.module) in inside}
+        return [patch for patch in read.patches if id(patch) not in known]
 
     def clear(self) -> None:
         """Forget all readings."""

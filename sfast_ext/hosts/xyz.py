@@ -20,6 +20,7 @@ AXES = {
     "[Stable Fast] comparison": _BY_KEY["sfast_check"],
     "[Stable Fast] tolerance": _BY_KEY["sfast_tolerance"],
     "[Stable Fast] 8 bits": _BY_KEY["sfast_eight_bits"],
+    "[Stable Fast] text encoders": _BY_KEY["sfast_text_encoders"],
 }
 """By label, the settings that change speed, rounding or which plans are used. Requests name an axis by its place in the
 list, so the order stays."""

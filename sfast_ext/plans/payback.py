@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import torch
 
+from sfast_ext.config import Config
 from sfast_ext.reasons import Reason
 
 V = TypeVar("V")
@@ -201,8 +202,8 @@ class Recapture:
 
 MAX_KINDS = 256
 """Kinds of rare calls that are remembered."""
-FIRST_BUILD_MS = 1500.0
-"""What a plan is taken to cost before one was made: 600 to 2000 ms with an NVIDIA H200."""
+FIRST_BUILD_MS = Config.rare_build_ms
+"""What a plan is taken to cost before one was made."""
 
 
 @dataclass
@@ -224,20 +225,22 @@ class RareCalls:
 
     def __init__(self) -> None:
         self._runs: dict[Hashable, _Runs] = {}
-        self._build_ms = FIRST_BUILD_MS
+        self._build_ms: float | None = None
         self._announced = self._built = False
 
     def new_generation(self) -> None:
         """A generation begins. If this is never called, plans are not counted."""
         self._announced, self._built = True, False
 
-    def too_early(self, key: Hashable, gain: float) -> bool:
+    def too_early(self, key: Hashable, gain: float, first_ms: float = FIRST_BUILD_MS) -> bool:
         """Whether a call gets no plan yet. Call it once for each call that has none.
 
         Args:
             gain: see `Config.rare_gain`.
+            first_ms: see `Config.rare_build_ms`.
         """
-        if key not in self._runs or (math.isfinite(gain) and not Payback(self._build_ms, self._spent(key) * gain).due):
+        price = first_ms if self._build_ms is None else self._build_ms
+        if key not in self._runs or (math.isfinite(gain) and not Payback(price, self._spent(key) * gain).due):
             return True
         if self._announced and self._built:
             return True

@@ -107,7 +107,7 @@ class CallServer:
         if state is ReplayState.BYPASS or lookup is None:
             return self._rehearsed(args, kwargs) if rehearsing() else self.run_original(*args, **kwargs)
         config = self._context.config
-        early = config.rare_calls and self._rare.too_early(lookup.key, config.rare_gain)
+        early = config.rare_calls and self._rare.too_early(lookup.key, config.rare_gain, config.rare_build_ms)
         mine = not early and self._context.model.build_lock.acquire(blocking=False)
         if not mine:
             return self._without_plan(lookup, args, kwargs, build=False)

@@ -17,6 +17,8 @@ class HostConfig(Config):
 
     vae: bool = True
     """Whether the VAE is accelerated as well."""
+    text_encoders: bool = True
+    """Whether text encoders are accelerated as well."""
     png: bool = True
     """Whether the WebUI's PNG files are compressed by several threads."""
     ahead: bool = False
@@ -89,6 +91,13 @@ SETTINGS = (
         "Accelerate the VAE",
         "The VAE decodes each image, and encodes what img2img and hires fix start from. When it pays for a size, one "
         "image takes about a second longer, and the next ones are decoded faster. Not in Forge",
+    ),
+    Setting(
+        "sfast_text_encoders",
+        "text_encoders",
+        "Accelerate the text encoders",
+        "They read each new prompt. When it pays, one image takes about half a second longer, and the prompts of the "
+        "next ones are read faster",
     ),
     Setting(
         "sfast_png",

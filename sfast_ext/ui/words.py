@@ -57,6 +57,24 @@ def vae_words(part: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
     return said if rows == 1 else f"{said}, {rows} images"
 
 
+def text_words(shapes: Sequence[tuple[int, ...]]) -> str | None:
+    """A call of a text encoder in a user's words, such as "text encoder, 77 tokens, 2 prompts"; None if it is none.
+
+    Args:
+        shapes: of the tensors among its arguments: the embeddings of tokens, or their numbers, and masks.
+    """
+    given = next((shape for n in (3, 2) for shape in shapes if len(shape) == n), None)
+    if given is None:
+        return None
+    rows, tokens = given[:2]
+    mask = next((shape for shape in shapes if len(shape) in (2, 4) and shape[-1] == shape[-2]), None)
+    if mask is not None and len(given) == 3 and tokens != mask[-1]:
+        # OpenCLIP's blocks have the tokens in front
+        rows, tokens = tokens, rows
+    said = f"text encoder, {tokens} tokens"
+    return said if rows == 1 else f"{said}, {rows} prompts"
+
+
 def images_of(label: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
     """How many images a label of `size_words` for these shapes is of; None if it does not say."""
     rows = next((shape[0] for shape in shapes if len(shape) == 4), 0)

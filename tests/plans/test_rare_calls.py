@@ -221,3 +221,22 @@ def test_one_plan_is_built_at_a_time_whatever_the_model():
     with other.accelerator._model.build_lock:
         assert ours.call() == 1 and ours.count("captures") == 0
     assert ours.call() == 1 and ours.count("captures") == 1
+
+
+def test_what_a_first_plan_costs_is_that_of_the_kind_of_network_until_one_was_made():
+    for price in (150.0, 500.0, 3000.0):
+        calls = RareCalls()
+        calls.ran("a", Timed(100))
+        count = 1
+        while calls.too_early("a", 0.5, price):
+            calls.ran("a", Timed(100))
+            count += 1
+        assert count == price / 50
+        calls.built(1000)
+        calls.ran("b", Timed(100))
+        assert [calls.too_early("b", 0.5, price)] == [True]
+        for _ in range(19):
+            calls.ran("b", Timed(100))
+        assert not calls.too_early("b", 0.5, price)
+    with pytest.raises(ValueError, match="rare_build_ms must be a number above 0"):
+        Config(rare_build_ms=0)

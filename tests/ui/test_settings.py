@@ -72,7 +72,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_field_of_the_table_is_one_of_the_configuration():
-    assert len(set(settings_table.KEYS)) == len(settings_table.SETTINGS) + 2 == 15
+    assert len(set(settings_table.KEYS)) == len(settings_table.SETTINGS) + 2 == 16
     for setting in settings_table.SETTINGS:
         assert setting.key == f"sfast_{setting.field}"
         assert hasattr(HostConfig(), setting.field)
@@ -82,7 +82,7 @@ def test_every_field_of_the_table_is_one_of_the_configuration():
 
 def test_the_core_has_no_setting_of_a_webui():
     of_the_host = {field.name for field in fields(HostConfig)} - {field.name for field in fields(Config)}
-    assert of_the_host == {"vae", "png", "ahead"}
+    assert of_the_host == {"vae", "text_encoders", "png", "ahead"}
 
 
 @pytest.mark.parametrize("setting", [s for s in settings_table.SETTINGS if s.slider], ids=lambda s: s.field)
@@ -122,6 +122,7 @@ def test_groups_follow_each_other_each_below_its_heading():
         "sfast_enabled",
         "sfast_preset",
         "sfast_vae",
+        "sfast_text_encoders",
         "sfast_png",
         "sfast_ahead",
         "sfast_faster_sums",

@@ -21,6 +21,7 @@ from sfast_ext.hosts.attachment import Attachment, is_host_code, wraps_torchs
 from sfast_ext.hosts.host_queue import interrupted
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined
+from sfast_ext.hosts.text_encoders import TextEncoders
 from sfast_ext.hosts.webui_session import WebUISession
 from sfast_ext.reasons import Private, Reason
 from sfast_ext.report import logger
@@ -101,20 +102,27 @@ class A1111Hooks:
             return reasons.SD_UNET(Private(label))
         if self._offloaded is not None:
             return self._offloaded
-        if getattr(self._devices, "fp8", False):
-            return reasons.FP8()
+        reason = self._weights_reason()
+        if reason is not None:
+            return reason
         if shared.loaded_hypernetworks:
             names = ", ".join(str(h.name) for h in shared.loaded_hypernetworks)
             return reasons.HYPERNETWORK(Private(names))
-        if self._lora.reason is not None:
-            return self._lora.reason
-        networks = lora.networks()
-        if networks is not None and networks.loaded_networks and getattr(shared.opts, "lora_functional", False):
-            return reasons.LORA_OLD_METHOD()
         if getattr(shared.sd_model, "applied_token_merged_ratio", 0):
             # tomesd makes new classes for each image, so a plan would last for one image
             return reasons.TOKEN_MERGING()
         return self._hypertile_reason() or self._dormant.active()
+
+    def _weights_reason(self) -> Reason | None:
+        """Why the weights of the network cannot be read by a plan."""
+        if getattr(self._devices, "fp8", False):
+            return reasons.FP8()
+        if self._lora.reason is not None:
+            return self._lora.reason
+        networks = lora.networks()
+        if networks is not None and networks.loaded_networks and getattr(self._shared.opts, "lora_functional", False):
+            return reasons.LORA_OLD_METHOD()
+        return None
 
     def _hypertile_reason(self) -> Reason | None:
         return reasons.HYPERTILE() if any(params.enabled for params in self._hypertile) else None
@@ -187,6 +195,22 @@ class A1111VaeHooks(A1111Hooks):
         )
 
 
+class A1111TextHooks(A1111Hooks):
+    """What the accelerator of a text encoder asks the WebUI at each call."""
+
+    def hooks(self) -> Hooks:
+        """The hooks as the accelerator takes them."""
+        return replace(super().hooks(), ignored=lora.MARKS | LEFTOVER_MARKS)
+
+    def bypass_reason(self) -> Reason | None:
+        """Why the call must be bypassed. What is in the UNet's place, or in its layers, does not matter here."""
+        return self._weights_reason() or self._dormant.active()
+
+    def key(self) -> Hashable:
+        """What changes the forward and appears neither in its arguments nor in its modules."""
+        return self._lora.has_bias
+
+
 class A1111Session(WebUISession):
     """The extension in one run of the WebUI's scripts; see `Session`."""
 
@@ -199,8 +223,9 @@ class A1111Session(WebUISession):
         self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.unet_blocks)
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
         self._vaes = vae.Vaes(self._hooks_for_vae, self.report)
-        self.attachments = (self._unets, self._controlnets, *self._vaes.attachments)
-        self._memory = A1111Memory(self._unets, self._vaes, _unet_of, self.report)
+        self._texts = TextEncoders(self._hooks_for_text, self.report)
+        self.attachments = (self._unets, self._controlnets, *self._vaes.attachments, *self._texts.attachments)
+        self._memory = A1111Memory(self._unets, (self._vaes, self._texts), _unet_of, self.report)
         self._host_version = "unknown"
 
     def has_console(self) -> bool:
@@ -232,13 +257,26 @@ class A1111Session(WebUISession):
 
     def _follow_vae(self, sd_model: Any) -> None:
         vaes = [getattr(sd_model, "first_stage_model", None)] if self._has_vae else []
-        followed = self._vaes.follow(vaes, self.config())
+        config = self.config()
+        followed = self._vaes.follow(vaes, config)
+        # read with the hooks that the layers have by now
+        followed += self._texts.follow(self._text_encoders_of(sd_model), config)
         for each in followed:
             hooks = self._hooks.get(each.module)
             if hooks is not None:
                 hooks.new_pass()
         unet = _unet_of(sd_model)
         self._memory.watch(sd_model, bool(followed) or unet is not None and accelerator_of(unet) is not None)
+
+    def _text_encoders_of(self, sd_model: Any) -> Iterator[Any]:
+        if self._has_vae:
+            # of SDXL the first is the second, or one of what is in it
+            yield from (getattr(sd_model, name, None) for name in ("cond_stage_model", "conditioner"))
+
+    def release_models(self) -> None:
+        """Release every network that is accelerated."""
+        super().release_models()
+        self._texts.release()
 
     def host_version(self) -> str:
         """The git tag."""
@@ -264,6 +302,12 @@ class A1111Session(WebUISession):
         hooks = self._hooks.get(part)
         if hooks is None:
             hooks = self._hooks[part] = A1111VaeHooks(part, named)
+        return hooks.hooks()
+
+    def _hooks_for_text(self, module: nn.Module) -> Hooks:
+        hooks = self._hooks.get(module)
+        if hooks is None:
+            hooks = self._hooks[module] = A1111TextHooks(module)
         return hooks.hooks()
 
     def _step(self, params: Any) -> None:

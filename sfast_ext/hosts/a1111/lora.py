@@ -36,8 +36,12 @@ class LoraLayers:
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+        modules = list(modules)
+        # a layer of torch's attention has a name as well, but what a LoRA adds to it is added with the attention's own
+        inside = {id(child) for m in modules if isinstance(m, nn.MultiheadAttention) for child in m.children()}
         # it names the layers of the model, and not those of a ControlNet
-        self._layers = [m for m in modules if isinstance(m, LAYERS) and hasattr(m, "network_layer_name")]
+        named = (m for m in modules if isinstance(m, LAYERS) and hasattr(m, "network_layer_name"))
+        self._layers = [m for m in named if id(m) not in inside]
         self._applied: tuple[Any, ...] | None = None
         self.has_bias = b""
         """Of each layer. A LoRA may give a bias to a layer that has none, and take it away."""
@@ -64,4 +68,9 @@ class LoraLayers:
             for layer in self._layers:
                 module.network_apply_weights(layer)
         self._applied = wanted
-        self.has_bias = bytes(getattr(layer, "bias", None) is not None for layer in self._layers)
+        self.has_bias = bytes(_has_bias(layer) for layer in self._layers)
+
+
+def _has_bias(layer: nn.Module) -> bool:
+    layer = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
+    return getattr(layer, "bias", None) is not None

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from sfast_ext.accelerator import Accelerator
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import Moves
 from sfast_ext.hosts.session import guarded
+from sfast_ext.hosts.text_encoders import TextEncoders
 from sfast_ext.hosts.vae import Vaes
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.plans import graph_pool
@@ -39,22 +41,27 @@ class A1111Memory:
     same architecture; the weights that they read are copied again at the next call, when the model is back. Before a
     VAE decodes or encodes, and before an upscaler runs, CUDA graphs are freed if there is no room next to them; they
     are captured again. With --medvram the UNet leaves the GPU within each image; the weights that plans read stay
-    if the others have room next to them, and are freed otherwise. Those of the VAE's plans are freed whenever it
-    leaves. With --lowvram the UNet has no plans, but its blocks, which come and leave at each step, are moved faster.
+    if the others have room next to them, and are freed otherwise. Those of the plans of the VAE and of text encoders
+    are freed whenever these leave. With --lowvram the UNet has no plans, but its blocks, which come and leave at each
+    step, are moved faster.
 
     Args:
         attachment: has the accelerators of the UNets.
-        vaes: those of the VAEs.
+        rare: those of what runs about once for each image: the VAEs and the text encoders.
         unet_of: gives the UNet of one of the WebUI's models.
     """
 
     def __init__(
-        self, attachment: Attachment, vaes: Vaes, unet_of: Callable[[Any], nn.Module | None], report: Report
+        self,
+        attachment: Attachment,
+        rare: Sequence[Vaes | TextEncoders],
+        unet_of: Callable[[Any], nn.Module | None],
+        report: Report,
     ) -> None:
         self._attachment, self._unet_of, self._report = attachment, unet_of, report
-        self._accelerated_vaes = vaes
+        self._rare = rare
         self._vaes = VaeMemory(self._make_room)
-        self._moves = Moves(attachment.within, self._make_room, report, "the WebUI", vaes.within)
+        self._moves = Moves(attachment.within, self._make_room, report, "the WebUI", self._rare_within)
 
     def install(self, host: Installation) -> None:
         """Wrap functions of the WebUI."""
@@ -92,15 +99,20 @@ class A1111Memory:
     def _send_away(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         unet = self._unet_of(model)
         was_there = unet is not None and gpu_room.on_gpu(unet)
-        vae = getattr(model, "first_stage_model", None)
-        vae_there = isinstance(vae, nn.Module) and gpu_room.on_gpu(vae)
+        parts = [getattr(model, name, None) for name in ("first_stage_model", "cond_stage_model")]
+        there = [part for part in parts if isinstance(part, nn.Module) and gpu_room.on_gpu(part)]
         result = original(model, *args, **kwargs)
         self._moves.copies.sweep()
         if unet is not None and was_there and not gpu_room.on_gpu(unet):
             self._guarded(lambda: self._attachment.suspend(unet))
-        if vae_there and not gpu_room.on_gpu(vae):
-            self._guarded(lambda: self._accelerated_vaes.suspend(vae))
+        for part in there:
+            if not gpu_room.on_gpu(part):
+                for rare in self._rare:
+                    self._guarded(functools.partial(rare.suspend, part))
         return result
+
+    def _rare_within(self, module: nn.Module) -> list[Accelerator]:
+        return [each for rare in self._rare for each in rare.within(module)]
 
     def _upscale(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._make_room(gpu_room.IDLE_RESERVE)
@@ -110,7 +122,7 @@ class A1111Memory:
         # the weights that plans read are the model's own, except with --medvram and --lowvram
         givers = (
             lambda: graph_pool.make_room(self._report, _WHY),
-            self._accelerated_vaes.give_memory_back,
+            *(rare.give_memory_back for rare in self._rare),
             self._attachment.give_memory_back,
         )
         self._guarded(lambda: gpu_room.make_room(needed, givers))

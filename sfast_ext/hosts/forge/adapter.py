@@ -57,7 +57,9 @@ class ForgeSession(WebUISession):
 
     def _follow_vae(self, model: Any) -> None:
         if self._has_vae:
-            self._secondary.follow_vae(model, self.config())
+            config = self.config()
+            self._secondary.follow_vae(model, config)
+            self._secondary.follow_text(model, config)
 
     def _install_memory(self) -> None:
         super()._install_memory()

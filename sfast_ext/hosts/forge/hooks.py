@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from sfast_ext.behaviour.foreign_code import describe
@@ -20,6 +21,8 @@ from sfast_ext.reasons import Reason
 from sfast_ext.ui import words
 
 IMAGE_CHANNELS = 3
+COMPUTED = frozenset({torch.float16, torch.bfloat16, torch.float32})
+"""The dtypes of weights that are not quantised."""
 
 
 class ForgeHooks:
@@ -77,9 +80,12 @@ class ForgeHooks:
         holder = self._holder()
         state = self._program.state(holder, unet)
         if state != self._state:
-            self._reason = self._program.weights_bypass_reason(holder, unet)
+            self._reason = self._weights_reason(holder, unet)
             self._state = state
         return self._reason
+
+    def _weights_reason(self, holder: Any, network: nn.Module) -> Reason | None:
+        return self._program.weights_bypass_reason(holder, network)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read:
         """What the forward reads. Among the rest are the sigmas of all steps, of which plans would depend."""
@@ -159,3 +165,13 @@ class PartHooks(ForgeHooks):
             return self._named(shapes)
         # a ControlNet gets an image in addition to the latent
         return super().words([shape for shape in shapes if len(shape) != 4 or shape[1] != IMAGE_CHANNELS])
+
+
+class TextHooks(PartHooks):
+    """The same of a text encoder, whose layers may cast their weights in each call."""
+
+    def _weights_reason(self, holder: Any, network: nn.Module) -> Reason | None:
+        odd = {p.dtype for p in network.parameters()} - COMPUTED
+        if odd or any(type(p) is not nn.Parameter for p in network.parameters()):
+            return reasons.STORED_IN_KINDS(", ".join(sorted(str(each).removeprefix("torch.") for each in odd)))
+        return self._program.inside_bypass_reason(holder, network)

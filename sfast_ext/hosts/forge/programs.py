@@ -50,7 +50,8 @@ class Program:
         bookkeeping: attributes of layers in which the program notes what it did. The weights themselves, and what
             `weights_bypass_reason` reads, show what changed.
         state: changes when `weights_bypass_reason` has to be asked again; of the model that has the UNet, and the UNet.
-        weights_bypass_reason: why no plan can be made of the UNet as its weights are.
+        inside_bypass_reason: why no plan can be made of a network as its weights are, whatever it casts.
+        weights_bypass_reason: the same if it may cast nothing, as a UNet.
     """
 
     unet: str
@@ -58,6 +59,7 @@ class Program:
     read: frozenset[str]
     bookkeeping: frozenset[str]
     state: Callable[[Any, nn.Module], tuple[Any, ...]]
+    inside_bypass_reason: Callable[[Any, nn.Module], Reason | None]
     weights_bypass_reason: Callable[[Any, nn.Module], Reason | None]
 
 
@@ -66,13 +68,22 @@ def _neo_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
     return tuple(getattr(holder, name, None) for name in noted)
 
 
-def _neo_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
+def _casting(network: nn.Module) -> list[nn.Module]:
+    return [m for m in network.modules() if hasattr(m, "parameters_manual_cast")]
+
+
+def _neo_inside(holder: Any, network: nn.Module) -> Reason | None:
     if getattr(holder, "model_lowvram", False):
         return reasons.IN_PARTS()
-    layers = [m for m in unet.modules() if hasattr(m, "parameters_manual_cast")]
+    layers = _casting(network)
     if any(m.weight_function or m.bias_function for m in layers):
         return reasons.LORA_IN_FP16()
-    return _cast_bypass_reason(holder, unet, any(m.parameters_manual_cast for m in layers))
+    return None
+
+
+def _neo_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
+    layers = _casting(unet)
+    return _neo_inside(holder, unet) or _cast_bypass_reason(holder, unet, any(m.parameters_manual_cast for m in layers))
 
 
 def _cast_bypass_reason(holder: Any, unet: nn.Module, casts: bool) -> Reason | None:
@@ -99,6 +110,7 @@ NEO = Program(
         }
     ),
     _neo_state,
+    _neo_inside,
     _neo_bypass_reason,
 )
 
@@ -112,13 +124,19 @@ def _forge_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
     return getattr(loader, "loaded_hash", None), None if weight is None else weight.device
 
 
-def _forge_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
-    layers = [m for m in unet.modules() if hasattr(m, "parameters_manual_cast")]
+def _forge_inside(holder: Any, network: nn.Module) -> Reason | None:
+    layers = _casting(network)
     if any("prev_parameters_manual_cast" in vars(m) for m in layers):
         return reasons.IN_PARTS()
     if any(getattr(m, _ONLINE, None) for m in layers):
         return reasons.LORA_IN_FP16()
-    return _cast_bypass_reason(holder, unet, any(m.parameters_manual_cast for m in layers))
+    return None
+
+
+def _forge_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
+    layers = _casting(unet)
+    casts = any(m.parameters_manual_cast for m in layers)
+    return _forge_inside(holder, unet) or _cast_bypass_reason(holder, unet, casts)
 
 
 FORGE = Program(
@@ -128,6 +146,7 @@ FORGE = Program(
     # the sizes are noted when a model is loaded in parts; with LoRA in a layer calls are bypassed
     frozenset({"prev_parameters_manual_cast", "total_mem", "weight_mem", "extra_mem", _ONLINE}),
     _forge_state,
+    _forge_inside,
     _forge_bypass_reason,
 )
 
@@ -140,11 +159,16 @@ def _classic_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
     return () if layer is None else (getattr(layer, _CAST), _CAST_BEFORE in vars(layer), layer.weight.device)
 
 
-def _classic_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
-    layers = [m for m in unet.modules() if hasattr(m, _CAST)]
+def _classic_inside(holder: Any, network: nn.Module) -> Reason | None:
+    layers = [m for m in network.modules() if hasattr(m, _CAST)]
     if any(_CAST_BEFORE in vars(m) for m in layers):
         return reasons.IN_PARTS()
-    return _cast_kinds(unet, layers)
+    return None
+
+
+def _classic_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
+    layers = [m for m in unet.modules() if hasattr(m, _CAST)]
+    return _classic_inside(holder, unet) or _cast_kinds(unet, layers)
 
 
 def _cast_kinds(unet: nn.Module, layers: list[nn.Module]) -> Reason | None:
@@ -164,18 +188,24 @@ CLASSIC = Program(
     # a layer that was loaded in parts keeps the first as its own attribute; while it is true, calls are bypassed
     frozenset({_CAST, _CAST_BEFORE}),
     _classic_state,
+    _classic_inside,
     _classic_bypass_reason,
 )
 
 
-def _reforge_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
+def _reforge_inside(holder: Any, network: nn.Module) -> Reason | None:
     if getattr(holder, "model_lowvram", False):
         return reasons.IN_PARTS()
-    layers = [m for m in unet.modules() if hasattr(m, _CAST)]
+    layers = [m for m in network.modules() if hasattr(m, _CAST)]
     if any(m.weight_function or m.bias_function for m in layers):
         hook = next(f for m in layers for f in (*m.weight_function, *m.bias_function))  # type: ignore[misc]
         return reasons.INSIDE(describe(hook))
-    return _cast_kinds(unet, layers)
+    return None
+
+
+def _reforge_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
+    layers = [m for m in unet.modules() if hasattr(m, _CAST)]
+    return _reforge_inside(holder, unet) or _cast_kinds(unet, layers)
 
 
 REFORGE = Program(
@@ -185,5 +215,6 @@ REFORGE = Program(
     # a layer has its own lists once it was loaded in parts; while anything is in them, calls are bypassed
     frozenset({_CAST, _CAST_BEFORE, "ldm_patched_patched_weights", "weight_function", "bias_function"}),
     _neo_state,
+    _reforge_inside,
     _reforge_bypass_reason,
 )

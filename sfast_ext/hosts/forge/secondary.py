@@ -1,4 +1,4 @@
-"""What a Forge runs in addition to the UNet: ControlNets, and the VAE."""
+"""What a Forge runs in addition to the UNet: ControlNets, the VAE and text encoders."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import vae
 from sfast_ext.hosts.attachment import Attachment
-from sfast_ext.hosts.forge.hooks import PartHooks
+from sfast_ext.hosts.forge.hooks import PartHooks, TextHooks
 from sfast_ext.hosts.forge.programs import Program
+from sfast_ext.hosts.text_encoders import TextEncoders
 from sfast_ext.report import Report
 from sfast_ext.ui.settings_table import HostConfig
 
@@ -22,7 +23,7 @@ KEPT_CONTROLNETS = "control_net_model_cache_size"
 
 
 class SecondaryNetworks:
-    """Keeps accelerators on ControlNets and on the VAE.
+    """Keeps accelerators on ControlNets, on the VAE and on text encoders.
 
     A ControlNet that runs once for each image (T2I-Adapter), or that is made anew for each (Control-LoRA), has none.
 
@@ -35,9 +36,15 @@ class SecondaryNetworks:
         self._networks: list[nn.Module] = []
         self._hooks: dict[int, PartHooks] = {}
         self._vae: Callable[[], nn.Module | None] = _none
+        self._text: Callable[[], nn.Module | None] = _none
+        self.texts = TextEncoders(self._hooks_for_text, report)
         self.vaes = vae.Vaes(self._hooks_for_vae, report)
         self.controlnets = Attachment(self._hooks_for_network, report, name="controlnet")
-        self.attachments: tuple[Attachment, ...] = (self.controlnets, *self.vaes.attachments)
+        self.attachments: tuple[Attachment, ...] = (
+            self.controlnets,
+            *self.vaes.attachments,
+            *self.texts.attachments,
+        )
 
     def follow_vae(self, model: Any, config: HostConfig) -> None:
         """Accelerate the VAE of the model that is used."""
@@ -46,6 +53,14 @@ class SecondaryNetworks:
         # weak: Forge drops it with the model
         self._vae = _none if found is None else weakref.ref(found)
         for each in self.vaes.follow([found], config):
+            self._new_pass(each.module)
+
+    def follow_text(self, model: Any, config: HostConfig) -> None:
+        """Accelerate the text encoders of the model that is used."""
+        found = getattr(getattr(getattr(model, "forge_objects", None), "clip", None), "cond_stage_model", None)
+        found = found if isinstance(found, nn.Module) else None
+        self._text = _none if found is None else weakref.ref(found)
+        for each in self.texts.follow([found], config):
             self._new_pass(each.module)
 
     def follow_controlnets(self, unet: Any, config: Config, images: int | None) -> None:
@@ -65,7 +80,8 @@ class SecondaryNetworks:
 
     def release(self) -> None:
         """Forget all networks; their accelerators are the session's to release."""
-        self._networks, self._vae = [], _none
+        self._networks, self._vae, self._text = [], _none, _none
+        self.texts.release()
         self._hooks.clear()
 
     def _new_pass(self, module: nn.Module, images: int | None = None) -> None:
@@ -77,15 +93,20 @@ class SecondaryNetworks:
     def _hooks_for_vae(self, part: nn.Module, named: Callable[[Sequence[tuple[int, ...]]], str | None]) -> Hooks:
         return self._made(part, lambda: self._vae(), named, vae.MARKS)
 
+    def _hooks_for_text(self, module: nn.Module) -> Hooks:
+        return self._keep(module, TextHooks(module, lambda: self._text(), self._program)).hooks()
+
     def _hooks_for_network(self, network: nn.Module) -> Hooks:
         # Forge loads and patches the network itself
         return self._made(network, weakref.ref(network))
 
     def _made(self, part: nn.Module, holder: Callable[[], Any], named: Any = None, ignored: Any = frozenset()) -> Hooks:
-        hooks = PartHooks(part, holder, self._program, named, ignored)
+        return self._keep(part, PartHooks(part, holder, self._program, named, ignored)).hooks()
+
+    def _keep(self, part: nn.Module, hooks: PartHooks) -> PartHooks:
         self._hooks = {key: each for key, each in self._hooks.items() if each.alive()}
         self._hooks[id(part)] = hooks
-        return hooks.hooks()
+        return hooks
 
 
 def _none() -> None:

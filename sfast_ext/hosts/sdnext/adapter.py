@@ -17,16 +17,20 @@ from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.sdnext import log, probes, startup_objects
-from sfast_ext.hosts.sdnext.hooks import SDNextHooks, SDNextVaeHooks
+from sfast_ext.hosts.sdnext.hooks import SDNextHooks, SDNextTextHooks, SDNextVaeHooks
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
 from sfast_ext.hosts.sdnext.refusals import model_bypass_reason
 from sfast_ext.hosts.session import Session
+from sfast_ext.hosts.text_encoders import TextEncoders
 from sfast_ext.reasons import Reason
 from sfast_ext.ui import settings_table
 
 VAE = "AutoencoderKL"
 """The class of the VAEs of Stable Diffusion 1, 2 and XL."""
+
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+"""Where a pipeline of Stable Diffusion has them."""
 
 
 def detect() -> bool:
@@ -63,9 +67,11 @@ class SDNextSession(Session):
             lambda network: SDNextHooks(network, _pipeline, images=images).hooks(), self.report, name="controlnet"
         )
         self._vaes = vae.Vaes(lambda part, named: SDNextVaeHooks(part, named).hooks(), self.report)
-        self.attachments = (self._unets, self._refiner, self._controlnets, *self._vaes.attachments)
+        self._texts = TextEncoders(lambda module: SDNextTextHooks(module).hooks(), self.report)
+        rare = (*self._vaes.attachments, *self._texts.attachments)
+        self.attachments = (self._unets, self._refiner, self._controlnets, *rare)
         networks = (self._refiner, self._controlnets, self._unets)
-        self._offload = Offload(networks, self.report, self._vaes.attachments)
+        self._offload = Offload(networks, self.report, rare)
         self._ip_adapters = IPAdapterReuse(self._unets.holds, self.guarded)
         self._reloading = False
         self._follows_offload = False
@@ -165,6 +171,7 @@ class SDNextSession(Session):
                 unet = None
             attachment.follow(unet, config)
         self._vaes.follow(self._accelerable_vaes(), config)
+        self._texts.follow(self._accelerable_text_encoders(), config)
         self._offload.watch(getattr(pipe, "vae", None) for pipe in (_pipeline(), _refiner()) if config.enabled)
 
     def _accelerable_vaes(self) -> list[Any]:
@@ -183,9 +190,27 @@ class SDNextSession(Session):
                 self.report.once("VAE", reason)
         return found
 
+    def _accelerable_text_encoders(self) -> list[nn.Module]:
+        """Those of the loaded pipelines that nothing is known against; the report says what is."""
+        from modules import shared
+
+        found: list[nn.Module] = []
+        for pipe in (_pipeline(), _refiner()):
+            for name in TEXT_ENCODERS:
+                encoder = getattr(pipe, name, None)
+                if not isinstance(encoder, nn.Module) or any(encoder is other for other in found):
+                    continue
+                refused = model_bypass_reason(encoder, shared.opts)
+                if refused is None:
+                    found.append(encoder)
+                else:
+                    self.report.once("text encoder", refused)
+        return found
+
     def release_models(self) -> None:
         """Release every network, and what is kept of IP-Adapters."""
         super().release_models()
+        self._texts.release()
         self._ip_adapters.clear()
 
     def host_version(self) -> str:
@@ -242,7 +267,8 @@ class SDNextSession(Session):
         self.guarded(attachment.suspend if self._reloading else attachment.release)
         if op != "refiner":
             self.guarded(self._controlnets.release)
-            self.guarded(self._vaes.suspend if self._reloading else self._vaes.release)
+            for rare in (self._vaes, self._texts):
+                self.guarded(rare.suspend if self._reloading else rare.release)
             self._ip_adapters.clear()
         return original(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from torch import nn
 from sfast_ext.accelerator import accelerator_of
 from sfast_ext.behaviour.forward_slot import is_own_forward
 from sfast_ext.hooks import Hooks
+from sfast_ext.hosts import reasons
 from sfast_ext.hosts.attachment import is_host_code
 from sfast_ext.hosts.host_queue import interrupted
 from sfast_ext.hosts.sdnext.refusals import (
@@ -150,7 +151,9 @@ class SDNextHooks:
 class SDNextVaeHooks(SDNextHooks):
     """What the accelerator of a VAE's decoder or encoder asks SD.Next at each call."""
 
-    def __init__(self, part: nn.Module, named: Callable[[Sequence[tuple[int, ...]]], str | None]) -> None:
+    def __init__(
+        self, part: nn.Module, named: Callable[[Sequence[tuple[int, ...]]], str | None] | None = None
+    ) -> None:
         super().__init__(part, lambda: None)
         self._named = named
 
@@ -161,3 +164,13 @@ class SDNextVaeHooks(SDNextHooks):
     def _refusal(self, pipe: Any, network: nn.Module) -> Reason | None:
         # what a pipeline does in its steps does not matter here
         return attention_bypass_reason(self._opts) or layers_bypass_reason(network)
+
+
+class SDNextTextHooks(SDNextVaeHooks):
+    """What the accelerator of a text encoder asks SD.Next at each call."""
+
+    def _refusal(self, pipe: Any, network: nn.Module) -> Reason | None:
+        # the configuration that says so lies on a module around it
+        if any("lora_A" in module._modules for module in network.modules()):
+            return reasons.LORA_BY_DIFFUSERS()
+        return super()._refusal(pipe, network)

@@ -25,11 +25,12 @@ import importlib.util
 import math
 
 if importlib.util.find_spec("sfast_ext"):
-    from sfast_ext.hosts import vae
+    from sfast_ext.hosts import text_encoders, vae
 
-    vae.GAIN = math.inf
+    text_encoders.GAIN = vae.GAIN = math.inf
 """
-"""An extension's script: plans of VAEs are made at the second call of their kind, as a tiny VAE's never pay."""
+"""An extension's script: plans of VAEs and of text encoders are made at the second call of their kind, as those of tiny
+ones never pay."""
 
 XFORMERS = Path(__file__).resolve().parents[2] / "xformers_standin"
 

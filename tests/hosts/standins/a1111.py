@@ -29,6 +29,7 @@ CALLBACKS = (
     "app_started",
 )  # fmt: skip
 LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
+PATCHED = (*LAYERS, nn.MultiheadAttention)
 
 
 LEVELS: dict[int, dict[str, list[int]]] = {
@@ -296,12 +297,14 @@ class Host:
         blocks: bool = False,
         vae: nn.Module | None = None,
         levels: int | None = None,
+        text: nn.Module | None = None,
     ) -> Any:
         """Another configuration: a new model; those over the limit go to the meta device first.
 
         Args:
             medvram: as with --medvram, or with `blocks` with --lowvram.
             vae: its VAE; one of two layers by default.
+            text: its text encoder with `medvram`; one of a single weight by default.
         """
         loaded = self.model_data.loaded_sd_models
         while len(loaded) >= limit:
@@ -316,7 +319,7 @@ class Host:
         if medvram:
             unet, vae = model.model.diffusion_model, model.first_stage_model.to("cpu")
             model.lowvram = True
-            model.cond_stage_model = TextEncoder(sum(p.nbytes for p in unet.parameters()) // 2)
+            model.cond_stage_model = text or TextEncoder(sum(p.nbytes for p in unet.parameters()) // 2)
             self.lowvram = LowVram(self.place)
             self.lowvram.set_up(model.model, [model.cond_stage_model], vae, BLOCKS if blocks else None)
             self.shared.cmd_opts.lowvram = blocks
@@ -400,6 +403,9 @@ class Host:
         wanted = tuple((n.name, n.te_multiplier, n.unet_multiplier, n.dyn_dim) for n in self.networks.loaded_networks)
         if name is None or getattr(layer, "network_current_names", ()) == wanted:
             return
+        if isinstance(layer, nn.MultiheadAttention):
+            self._apply_to_attention(layer, name, wanted)
+            return
         if getattr(layer, "network_weights_backup", None) is None:
             # on the CPU, wherever the weights are
             layer.network_weights_backup = layer.weight.to("cpu", copy=True)
@@ -415,13 +421,25 @@ class Host:
                 layer.bias = nn.Parameter(lora_delta(network.name, name, layer.weight).flatten(1).sum(1))
         layer.network_current_names = wanted
 
+    def _apply_to_attention(self, layer: nn.MultiheadAttention, name: str, wanted: Any) -> None:
+        """Its layer has a name as well, but its forward, which would apply a Lora to it once more, is not called."""
+        if getattr(layer, "network_weights_backup", None) is None:
+            layer.network_weights_backup = layer.in_proj_weight.clone(), layer.out_proj.weight.clone()
+        for weight, backup in zip((layer.in_proj_weight, layer.out_proj.weight), layer.network_weights_backup):
+            weight.copy_(backup)
+        for network in self.networks.loaded_networks:
+            layer.in_proj_weight += network.te_multiplier * lora_delta(network.name, name, layer.in_proj_weight)
+            out = lora_delta(network.name, f"{name}_out_proj", layer.out_proj.weight)
+            layer.out_proj.weight += network.te_multiplier * out
+        layer.network_current_names = wanted
+
     def patched_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """What the Lora extension puts in place of a layer class's forward."""
 
-        def forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self.opts.lora_functional:
                 self._apply_lora(layer)
-            return original(layer, x)
+            return original(layer, *args, **kwargs)
 
         return forward
 
@@ -454,7 +472,7 @@ def running(**settings: Any) -> Iterator[Host]:
     for name in hidden:
         del sys.modules[name]
     sys.modules.update(mine)
-    originals = {kind: kind.forward for kind in LAYERS}
+    originals = {kind: kind.forward for kind in PATCHED}
     for kind, original in originals.items():
         kind.forward = host.patched_forward(original)  # type: ignore[method-assign]
     try:
