@@ -15,6 +15,7 @@ is this rule. It decides
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -226,35 +227,58 @@ class RareCalls:
         self._runs: dict[Hashable, _Runs] = {}
         self._build_ms = FIRST_BUILD_MS
         self._announced = self._built = False
+        # what was due to the plan that is being made; one is made at a time
+        self._taken: tuple[Hashable, _Runs] | None = None
+        # previews are decoded in other threads than images
+        self._lock = threading.Lock()
 
     def new_generation(self) -> None:
         """A generation begins. If this is never called, plans are not counted."""
-        self._announced, self._built = True, False
+        with self._lock:
+            self._announced, self._built = True, False
 
-    def too_early(self, key: Hashable, gain: float) -> bool:
-        """Whether a call gets no plan yet. Call it once for each call that has none.
+    def is_due(self, key: Hashable, gain: float) -> bool:
+        """Whether a call that has no plan gets one.
 
         Args:
             gain: see `Config.rare_gain`.
         """
-        if key not in self._runs or (math.isfinite(gain) and not Payback(self._build_ms, self._spent(key) * gain).due):
+        with self._lock:
+            return self._is_due(key, gain)
+
+    def take(self, key: Hashable, gain: float) -> bool:
+        """`is_due`; if so, the plan is about to be made by this thread, and no other one is in this generation."""
+        with self._lock:
+            if not self._is_due(key, gain):
+                return False
+            self._built = True
+            self._taken = key, self._runs[key]
+            # a plan that is evicted has to pay again
+            self._runs[key] = _Runs()
             return True
-        if self._announced and self._built:
-            return True
-        self._built = True
-        # a plan that is evicted has to pay again
-        self._runs[key] = _Runs()
-        return False
+
+    def give_back(self) -> None:
+        """What was taken last is due as before: no plan could be made now, which says nothing about the next call."""
+        with self._lock:
+            if self._taken is not None:
+                key, runs = self._taken
+                self._runs[key], self._taken, self._built = runs, None, False
 
     def ran(self, key: Hashable, watch: Stopwatch) -> None:
         """The original has run in a call that got no plan, for this time."""
-        if key not in self._runs and len(self._runs) >= MAX_KINDS:
-            self._runs.clear()
-        self._runs.setdefault(key, _Runs()).pending.append(watch)
+        with self._lock:
+            if key not in self._runs and len(self._runs) >= MAX_KINDS:
+                self._runs.clear()
+            self._runs.setdefault(key, _Runs()).pending.append(watch)
 
     def built(self, milliseconds: float) -> None:
         """A plan was made in this time; the next is taken to cost as much."""
         self._build_ms = milliseconds
+
+    def _is_due(self, key: Hashable, gain: float) -> bool:
+        if key not in self._runs or (self._announced and self._built):
+            return False
+        return not math.isfinite(gain) or Payback(self._build_ms, self._spent(key) * gain).due
 
     def _spent(self, key: Hashable) -> float:
         runs = self._runs[key]

@@ -106,16 +106,27 @@ class CallServer:
 
         if state is ReplayState.BYPASS or lookup is None:
             return self._rehearsed(args, kwargs) if rehearsing() else self.run_original(*args, **kwargs)
-        config = self._context.config
-        early = config.rare_calls and self._rare.too_early(lookup.key, config.rare_gain)
-        mine = not early and self._context.model.build_lock.acquire(blocking=False)
-        if not mine:
+        if not self._begin_to_build(lookup):
             return self._without_plan(lookup, args, kwargs, build=False)
         try:
             with gc_paused():
                 return self._without_plan(lookup, args, kwargs, build=True)
         finally:
             self._context.model.build_lock.release()
+
+    def _begin_to_build(self, lookup: Lookup) -> bool:
+        """Whether this call builds the plan. If so, this thread holds the lock for it."""
+        config, lock, key = self._context.config, self._context.model.build_lock, lookup.key
+        if config.rare_calls and not self._rare.is_due(key, config.rare_gain):
+            return False
+        if not lock.acquire(blocking=False):
+            return False
+        # another thread may have made it since it was looked up
+        settled = key in self._cache.plans or key in self._cache.rejected
+        if settled or (config.rare_calls and not self._rare.take(key, config.rare_gain)):
+            lock.release()
+            return False
+        return True
 
     def _run(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._runner.run(lookup, lambda: self.run_original(*args, **kwargs))
@@ -168,14 +179,17 @@ class CallServer:
                 result = trace.run(self.run_original, args, kwargs, state.put_back)
         if watch is not None:
             watch.stop()
+        tried = False
         if state is not None:
             seconds = time.perf_counter() - started
             run = OriginalRun(lambda: self._again(*again), result, seconds, trace, watch, state)
             began = time.perf_counter()
-            self._try_to_build(lookup, run)
+            tried = self._try_to_build(lookup, run)
             if rare and lookup.key in self._cache.plans:
                 self._rare.built(1000 * (time.perf_counter() - began))
-        elif watch is not None:
+        if watch is not None and not tried:
+            if build:
+                self._rare.give_back()
             self._rare.ran(lookup.key, watch)
         self.pace.restart()
         return result
@@ -203,15 +217,17 @@ class CallServer:
         args, kwargs = arguments.with_own_containers(args, kwargs)
         return self.run_original(*args, **kwargs)
 
-    def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> None:
+    def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> bool:
+        """Returns whether that is settled for now: False if another thread, the host or the user was in the way."""
         assert run.state is not None
         try:
             if not self._builder.unchanged(lookup, run.state):
                 if rehearsing():
                     run.state.put_back()
-                return
+                return False
             with _building():
                 self._builder.build(lookup, run)
+            return True
         except Interrupted as exc:
             self._report.event("interrupted", str(exc))
         except WeightsAway as exc:
@@ -220,8 +236,10 @@ class CallServer:
             self._weights_changed(exc)
         except Exception as exc:
             self._failures.failed(exc, lookup, building=True)
+            return True
         finally:
             self._context.model.restore_layout(self._report)
+        return False
 
     def _host_failed(self, failed: HostFailed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A callback of the host raised: return the original forward's result. If that raises the same type of

@@ -145,6 +145,9 @@ class PlanBuilder:
             lookup = lookup.exact()
             if self._is_settled(lookup.key):
                 return
+        with context.arena.gate.exclusive():
+            # another thread that is inside the original forward would be in the way when the recording is done
+            pass
         self._backoff.record_capture(lookup.shape_signature)
         if not self._cache.plans and not context.is_part:
             # their plans bind weights, which then cannot be packed for the whole
