@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sfast_ext import environment, reasons
+from sfast_ext import environment, host_gpu, reasons
 from sfast_ext.argument_roles import ArgumentRoles
 from sfast_ext.call_signature import flatten_output
 from sfast_ext.capture import block_reuse
@@ -173,7 +173,8 @@ class PlanBuilder:
             context.report,
             label,
             logging.DEBUG if context.is_part else logging.INFO,
-            kind=type(context.module).__qualname__,
+            # another card takes another time
+            kind=f"{type(context.module).__qualname__} {host_gpu.card(device)}".rstrip(),
             times=_gpu_times if device.type == "cuda" else _cpu_times,
             interrupted=context.hooks.interrupted,
         )
