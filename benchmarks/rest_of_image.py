@@ -208,7 +208,7 @@ def run_steps(unet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: i
             previews.__exit__()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python -m benchmarks.two_cards [--cards 0 1] [--kept]
 
-The cache is empty unless `--kept` is given. As in AUTOMATIC1111 the first card stays torch's current one in both. Prints
-for each: what is said of its card, the first call, a step alone and next to the other process, and the error.
+The cache is empty; with `--kept` two more processes find what the first two have compiled. As in AUTOMATIC1111 the first
+card stays torch's current one in both. Prints for each what is said of its card, its times, and its error.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def run(cards: list[int], cache: Path) -> bool:
         environment = {**os.environ, "SFAST_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
         command = [sys.executable, "-m", "benchmarks.two_cards", "--gate", gate, "--of", str(len(cards)), "--child"]
         processes = [subprocess.Popen([*command, str(card)], env=environment) for card in cards]
-        return all([process.wait() == 0 for process in processes])
+        ended = [process.wait() for process in processes]
+        return ended == [0] * len(cards)
 
 
 def main() -> int:
