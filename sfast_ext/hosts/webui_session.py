@@ -15,6 +15,7 @@ from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.session import Session
+from sfast_ext.hosts.upscalers import Upscalers
 from sfast_ext.report import logger
 
 
@@ -34,6 +35,7 @@ class WebUISession(Session):
         self._denoiser: weakref.ref[object] | None = None
         self._images: int | None = None
         self._has_vae = False
+        self._upscalers = Upscalers(self.report, self.config, self.guarded)
 
     def install(self, host: Installation) -> None:
         """Register callbacks, and wrap the functions that free memory, for which there are none."""
@@ -43,6 +45,7 @@ class WebUISession(Session):
         host.callback("on_cfg_denoiser", self.callback(self._step))
         host.feature(webui_probes.MEMORY, self._install_memory)
         self._has_vae = host.feature(webui_probes.VAE, lambda: host.wrap("process_images_inner", self._before_images))
+        host.feature(webui_probes.UPSCALED, lambda: self._upscalers.install(host))
 
     def _install_memory(self) -> None:
         self.installation.wrap("unload_model_weights", self._unload)

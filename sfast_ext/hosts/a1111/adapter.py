@@ -199,7 +199,7 @@ class A1111Session(WebUISession):
         self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.unet_blocks)
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
         self._vaes = vae.Vaes(self._hooks_for_vae, self.report)
-        self.attachments = (self._unets, self._controlnets, *self._vaes.attachments)
+        self.attachments = (self._unets, self._controlnets, *self._vaes.attachments, self._upscalers.attachment)
         self._memory = A1111Memory(self._unets, self._vaes, _unet_of, self.report)
         self._host_version = "unknown"
 

@@ -114,6 +114,29 @@ def upscale(self: Any, picture: torch.Tensor, scale: int) -> torch.Tensor:
     return picture.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
 
 
+def upscaler_utils(gpu: bool = False) -> ModuleType:
+    """What upscales an image in tiles. With `gpu` as in Forge Neo, which calls the model in one more function."""
+
+    def run(model: Any, tile: torch.Tensor) -> torch.Tensor:
+        return model(tile)
+
+    @torch.inference_mode()
+    def upscale_pil_patch(model: Any, img: torch.Tensor) -> torch.Tensor:
+        return (module._model if gpu else run)(model, img)
+
+    @torch.inference_mode()
+    def upscale_with_model(model: Any, img: torch.Tensor, *, tile_size: int) -> list[torch.Tensor]:
+        columns, rows = range(0, img.shape[-1], tile_size), range(0, img.shape[-2], tile_size)
+        tiles = [img[..., y : y + tile_size, x : x + tile_size] for y in rows for x in columns]
+        return [module.upscale_pil_patch(model, tile) for tile in tiles]
+
+    module = _module("modules.upscaler_utils", upscale_pil_patch=upscale_pil_patch)
+    module.upscale_with_model = upscale_with_model  # type: ignore[attr-defined]
+    if gpu:
+        module._model = run  # type: ignore[attr-defined]
+    return module
+
+
 def scripts_module() -> ModuleType:
     """What scripts are made of, and which there are."""
     methods = {name: lambda self, *args: None for name in ("title", "show", "ui", "before_process")}
@@ -260,6 +283,7 @@ class Host:
             "modules.logging_config": _module("modules.logging_config", TqdmLoggingHandler=None),
             "modules.scripts": scripts_module(),
             "modules.upscaler": _module("modules.upscaler", Upscaler=type("Upscaler", (), {"upscale": upscale})),
+            "modules.upscaler_utils": upscaler_utils(),
             "modules.script_callbacks": _module("modules.script_callbacks", callback_map=self.callbacks, **registrars),
             "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),
             "modules.launch_utils": _module("modules.launch_utils", git_tag=lambda: "v1.10.1"),
