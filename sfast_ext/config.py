@@ -67,6 +67,10 @@ class Config:
     """The expected part of the original's time that a plan of such a module saves. Its plan is made once the calls
     without one have lost as much time as making it costs; with `inf` at the second call of its kind."""
 
+    earned: bool = False
+    """Make a plan for a new kind of call, such as another size, only if those before were earned back, or if such calls
+    repeat or have lost what the plan costs; see `plans.earnings`. Needs a host that announces generations."""
+
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
             raise ValueError(f"check must be one of {', '.join(CHECKS)}; it is {self.check!r}")

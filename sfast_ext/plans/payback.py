@@ -5,6 +5,7 @@ have cost with that knowledge (the ski rental problem: A. R. Karlin et al., Comp
 is this rule. It decides
 
 - whether a plan of a module that is called rarely is made: the price is the time to make it (`RareCalls`);
+- whether a plan for another kind of call is made: as well, unless the last plan was earned back (`earnings`);
 - whether a CUDA graph that was evicted is captured again: the price is the time of a capture (`Recapture`);
 - whether a plan is made although the last ones were of no use: the price is a number of calls with the same behaviour,
   which doubles each time (`CaptureBackoff`);
@@ -207,11 +208,20 @@ FIRST_BUILD_MS = 1500.0
 
 
 @dataclass
-class _Runs:
-    """The original's runs in calls of one kind: what those that ended have lost, and those that may not have ended."""
+class Runs:
+    """The original's runs in calls of one kind: the time of those that ended, and those that may not have ended."""
 
     milliseconds: float = 0.0
+    ended: int = 0
     pending: list[Stopwatch] = field(default_factory=list)
+
+    def spent(self) -> float:
+        """The time of those that have ended by now."""
+        times = [(watch, watch.elapsed()) for watch in self.pending]
+        ended = [ms for _, ms in times if ms is not None]
+        self.milliseconds, self.ended = self.milliseconds + sum(ended), self.ended + len(ended)
+        self.pending = [watch for watch, ms in times if ms is None]
+        return self.milliseconds
 
 
 class RareCalls:
@@ -224,11 +234,11 @@ class RareCalls:
     """
 
     def __init__(self) -> None:
-        self._runs: dict[Hashable, _Runs] = {}
+        self._runs: dict[Hashable, Runs] = {}
         self._build_ms = FIRST_BUILD_MS
         self._announced = self._built = False
         # what was due to the plan that is being made; one is made at a time
-        self._taken: tuple[Hashable, _Runs] | None = None
+        self._taken: tuple[Hashable, Runs] | None = None
         # previews are decoded in other threads than images
         self._lock = threading.Lock()
 
@@ -254,7 +264,7 @@ class RareCalls:
             self._built = True
             self._taken = key, self._runs[key]
             # a plan that is evicted has to pay again
-            self._runs[key] = _Runs()
+            self._runs[key] = Runs()
             return True
 
     def give_back(self) -> None:
@@ -269,7 +279,7 @@ class RareCalls:
         with self._lock:
             if key not in self._runs and len(self._runs) >= MAX_KINDS:
                 self._runs.clear()
-            self._runs.setdefault(key, _Runs()).pending.append(watch)
+            self._runs.setdefault(key, Runs()).pending.append(watch)
 
     def built(self, milliseconds: float) -> None:
         """A plan was made in this time; the next is taken to cost as much."""
@@ -278,14 +288,7 @@ class RareCalls:
     def _is_due(self, key: Hashable, gain: float) -> bool:
         if key not in self._runs or (self._announced and self._built):
             return False
-        return not math.isfinite(gain) or Payback(self._build_ms, self._spent(key) * gain).due
-
-    def _spent(self, key: Hashable) -> float:
-        runs = self._runs[key]
-        times = [(watch, watch.elapsed()) for watch in runs.pending]
-        runs.milliseconds += sum(ms for _, ms in times if ms is not None)
-        runs.pending = [watch for watch, ms in times if ms is None]
-        return runs.milliseconds
+        return not math.isfinite(gain) or Payback(self._build_ms, self._runs[key].spent() * gain).due
 
 
 class Stopwatch:

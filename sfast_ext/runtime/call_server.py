@@ -17,8 +17,11 @@ from sfast_ext.capture import arguments
 from sfast_ext.capture.state import State
 from sfast_ext.gc_pause import gc_paused
 from sfast_ext.kernels.backend import precompile
+from sfast_ext.plans.earnings import Earnings
 from sfast_ext.plans.payback import PAID_AFTER, CaptureBackoff, RareCalls, Stopwatch
+from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted
+from sfast_ext.reasons import NEW_KIND
 from sfast_ext.report import at, current, rehearsing, stage
 from sfast_ext.runtime.eight_bits import is_due
 from sfast_ext.runtime.failures import Failures
@@ -52,7 +55,7 @@ class CallServer:
         self._context, self._report = context, context.report
         self._cache, self._finder, self._runner = cache, finder, runner
         self._builder, self._failures, self._backoff = builder, failures, backoff
-        self._rare = RareCalls()
+        self._rare, self._earnings = RareCalls(), Earnings()
         self.generation = 1
         self.pace = Pace()
 
@@ -60,6 +63,7 @@ class CallServer:
         """A generation begins."""
         self.generation += 1
         self._rare.new_generation()
+        self._earnings.new_generation()
         self.pace.restart()
         self._cache.new_generation_of_eight_bits(self.generation, self._context.config.eight_bits)
 
@@ -119,6 +123,9 @@ class CallServer:
         config, lock, key = self._context.config, self._context.model.build_lock, lookup.key
         if config.rare_calls and not self._rare.is_due(key, config.rare_gain):
             return False
+        if self._must_earn() and not self._earnings.due(lookup.shape_signature):
+            self._report.bypassed(NEW_KIND())
+            return False
         if not lock.acquire(blocking=False):
             return False
         # another thread may have made it since it was looked up
@@ -127,6 +134,11 @@ class CallServer:
             lock.release()
             return False
         return True
+
+    def _must_earn(self) -> bool:
+        """Whether it matters if a plan is earned back. What is prepared was asked for."""
+        config = self._context.config
+        return config.earned and not config.rare_calls and not rehearsing()
 
     def _run(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._runner.run(lookup, lambda: self.run_original(*args, **kwargs))
@@ -152,6 +164,7 @@ class CallServer:
             self._cache.touch(lookup.key)
         plan.replays += 1
         if not current.rehearsal:
+            self._earnings.calls += 1
             self.pace.tick()
             if plan.generation_of_use != self.generation:
                 plan.generation_of_use, plan.used_at = self.generation, time.time()
@@ -168,7 +181,7 @@ class CallServer:
         state = self._state() if build else None
         # the original may take away what is in them
         again = arguments.with_own_containers(args, kwargs) if build else ((), {})
-        watch = Stopwatch(lookup.key.device) if rare else None
+        watch = Stopwatch(lookup.key.device) if rare or (self._must_earn() and not build) else None
         # before the trace, which would record what is done to weights
         as_hosts = self._context.arena.order.host() if trace is not None else contextlib.nullcontext()
         with as_hosts:
@@ -185,14 +198,26 @@ class CallServer:
             run = OriginalRun(lambda: self._again(*again), result, seconds, trace, watch, state)
             began = time.perf_counter()
             tried = self._try_to_build(lookup, run)
-            if rare and lookup.key in self._cache.plans:
-                self._rare.built(1000 * (time.perf_counter() - began))
-        if watch is not None and not tried:
+            plan = self._cache.plans.get(lookup.key)
+            if plan is not None:
+                self._built(lookup, plan, 1000 * (time.perf_counter() - began))
+        if not rehearsing():
+            self._earnings.calls += 1
+        if watch is not None and not rare:
+            self._earnings.ran(lookup.shape_signature, watch)
+        elif watch is not None and not tried:
             if build:
                 self._rare.give_back()
             self._rare.ran(lookup.key, watch)
         self.pace.restart()
         return result
+
+    def _built(self, lookup: Lookup, plan: Plan, milliseconds: float) -> None:
+        """A plan was made in this time."""
+        if self._context.config.rare_calls:
+            self._rare.built(milliseconds)
+        elif self._must_earn():
+            self._earnings.built(lookup.shape_signature, plan, milliseconds)
 
     def _state(self) -> State | None:
         """The state that the forward can reach; None if it could not be read, which is reported."""

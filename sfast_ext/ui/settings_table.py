@@ -19,6 +19,7 @@ class HostConfig(Config):
     """Whether the VAE is accelerated as well."""
     png: bool = True
     """Whether the WebUI's PNG files are compressed by several threads."""
+    earned: bool = True
     ahead: bool = False
     """Whether the size used last is prepared after the start, while no image is made."""
 
