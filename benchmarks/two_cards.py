@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python -m benchmarks.two_cards [--cards 0 1] [--kept]
 
-The cache is empty; with `--kept` two more processes find what the first two have compiled. As in AUTOMATIC1111 the first
-card stays torch's current one in both. Prints for each what is said of its card, its times, and its error.
+The cache is empty; with `--kept` two more processes find what the first two have compiled. As in AUTOMATIC1111 the
+first card stays torch's current one in both. Prints for each what is said of its card, its times, and its error.
 """
 
 from __future__ import annotations

@@ -199,7 +199,8 @@ class A1111Session(WebUISession):
         self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.unet_blocks)
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
         self._vaes = vae.Vaes(self._hooks_for_vae, self.report)
-        self.attachments = (self._unets, self._controlnets, *self._vaes.attachments, self._upscalers.attachment)
+        small = (self._upscalers.attachment, self._previews.attachment)
+        self.attachments = (self._unets, self._controlnets, *self._vaes.attachments, *small)
         self._memory = A1111Memory(self._unets, self._vaes, _unet_of, self.report)
         self._host_version = "unknown"
 
@@ -221,6 +222,7 @@ class A1111Session(WebUISession):
         host.feature(webui_probes.VERSION, self._read_version)
         host.add(self._memory.release)
         super().install(host)
+        host.feature(webui_probes.PREVIEW_MEMORY, lambda: self._previews.install_without_gradients(host))
         host.feature(probes.UPSCALERS, lambda: self._memory.install_upscaling(host))
 
     def _read_version(self) -> None:

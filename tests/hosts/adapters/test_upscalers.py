@@ -14,7 +14,7 @@ from torch import nn
 
 pytest.importorskip("ldm.modules.diffusionmodules.model", reason="needs stable-diffusion-sdkit without its pins")
 from sfast_ext import accelerator_of
-from sfast_ext.hosts import upscalers
+from sfast_ext.hosts import convolution_networks, upscalers
 from sfast_ext.plans import payback
 from sfast_ext.tools.lib import image_networks, models
 
@@ -166,7 +166,7 @@ def test_another_kind_of_upscaler_is_left_alone(on, at_once, make):
 
 
 def test_a_large_one_is_left_alone(on, at_once, monkeypatch):
-    monkeypatch.setattr(upscalers, "MAX_BYTES", 1000)
+    monkeypatch.setattr(convolution_networks, "MAX_BYTES", 1000)
     assert on.upscale() == "4 original, 0 plan" == on.upscale()
 
 
@@ -191,10 +191,10 @@ def test_a_patch_by_somebody_else_is_bypassed_by_name_and_the_host_s_is_not(on, 
 
 def test_which_networks_are_known():
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.PReLU(8), nn.Conv2d(8, 12, 3, padding=1), nn.PixelShuffle(2)]
-    assert upscalers.is_known(nn.Sequential(*layers))
-    assert upscalers.is_known(image_networks.preview_decoder(8))
-    assert not upscalers.is_known(nn.Sequential()) and not upscalers.is_known(nn.Linear(2, 2))
-    assert not upscalers.is_known(nn.Sequential(nn.Conv3d(3, 3, 1)))
+    assert convolution_networks.is_known(nn.Sequential(*layers))
+    assert convolution_networks.is_known(image_networks.preview_decoder(8))
+    assert not convolution_networks.is_known(nn.Sequential()) and not convolution_networks.is_known(nn.Linear(2, 2))
+    assert not convolution_networks.is_known(nn.Sequential(nn.Conv3d(3, 3, 1)))
 
 
 def test_it_is_lost_alone_in_a_host_without_it():
