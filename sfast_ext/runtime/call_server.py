@@ -67,6 +67,10 @@ class CallServer:
         self.pace.restart()
         self._cache.new_generation_of_eight_bits(self.generation, self._context.config.eight_bits)
 
+    def forget_earnings(self) -> None:
+        """Plans are made as at the start, without being earned: the user has dropped them, or other settings hold."""
+        self._earnings = Earnings()
+
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call of the module with these arguments."""
         precompile.defer()

@@ -266,3 +266,17 @@ def test_without_the_setting_every_size_is_served_at_once():
     ours = Sized()
     ours.accelerator.new_generation()
     assert all(ours.made(side) for side in (8, 12, 16, 20))
+
+
+def test_plans_that_were_dropped_by_the_user_are_made_again_at_once():
+    ours = Sized(earned=True)
+    for _ in range(6):
+        ours.accelerator.new_generation()
+        assert ours.made(8) and not ours.made(12)
+        ours.accelerator.forget_plans("the user has dropped them")
+    # not if weights change again and again
+    ours.accelerator.new_generation()
+    assert ours.made(8)
+    ours.accelerator.forget_plans("weights", at_once=False)
+    ours.accelerator.new_generation()
+    assert not ours.made(16)
