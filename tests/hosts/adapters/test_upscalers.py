@@ -133,6 +133,15 @@ def test_it_is_off_with_the_setting_and_on_again(on, at_once, setting):
     assert on.upscale() == "0 original, 4 plan"
 
 
+def test_its_sums_stay_in_full_precision_whatever_the_steps_have(on, at_once):
+    opts = getattr(on.host, "opts", None) or sys.modules["modules.shared"].opts
+    opts.data.update(sfast_faster_sums=True, sfast_eight_bits=True)
+    on.upscale()
+    config = accelerator_of(on.network).config
+    assert not config.faster_sums and not config.eight_bits and not config.cuda_graphs
+    assert config.rare_calls and config.max_plans == convolution_networks.MAX_PLANS
+
+
 class Attention(nn.Module):
     """Of a network that does not consist of convolutions alone."""
 
