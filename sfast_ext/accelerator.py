@@ -267,6 +267,8 @@ class Accelerator:
         """
         with self._model.lock:
             (self._backoff.clear if at_once else self._backoff.restart_counts)()
+            if at_once:
+                self._server.forget_earnings()
             if self.whole is None:
                 self._model.eight_bits.clear()
             self._builder.forget()

@@ -7,9 +7,20 @@ import contextlib
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+_turns: Any
+if os.name == "nt":
+    import msvcrt as _turns
+else:
+    import fcntl as _turns
 
 _ROOT = 0  # may do anything in any case, and puts files into images of containers
+WAIT_S = 2.0
+"""So long a process waits for others that change the same file. What a process that hangs keeps is not worth more."""
 _LOOKED_AT = os.name != "nt"  # the modes that Windows tells say nothing of who may write
 
 
@@ -80,6 +91,37 @@ def write(file: Path, root: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
+
+
+@contextlib.contextmanager
+def turn(root: Path) -> Iterator[None]:
+    """Within, no other process that asks changes what this folder keeps: to read a file, add to it and write it.
+
+    Files are written whole in any case; without a turn, the later of two writers undoes what the other added. If the
+    folder allows no turns, as some network drives, or another process keeps it for too long, there is none.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            make(root, root)
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+            handle = os.open(root / ".turn", flags, 0o600)
+            held.callback(os.close, handle)
+            until = time.monotonic() + WAIT_S
+            while not _taken(handle) and time.monotonic() < until:
+                time.sleep(0.01)
+        yield
+
+
+def _taken(handle: int) -> bool:
+    try:
+        if os.name == "nt":
+            _turns.locking(handle, _turns.LK_NBLCK, 1)
+        else:
+            _turns.flock(handle, _turns.LOCK_EX | _turns.LOCK_NB)
+    except OSError:
+        return False
+    # closing the file gives it back
+    return True
 
 
 def _check(path: Path, root: Path) -> None:

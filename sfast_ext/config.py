@@ -71,6 +71,10 @@ class Config:
     """What making a plan of such a module is taken to cost before one was made, in milliseconds. The default is that of
     a VAE: 600 to 2000 ms with an NVIDIA H200."""
 
+    earned: bool = False
+    """Make a plan for a new kind of call, such as another size, only if those before were earned back, or if such calls
+    repeat or have lost what the plan costs; see `plans.earnings`. Needs a host that announces generations."""
+
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
             raise ValueError(f"check must be one of {', '.join(CHECKS)}; it is {self.check!r}")

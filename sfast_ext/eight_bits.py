@@ -7,9 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
-from sfast_ext import cache_folder, environment, last_start, reasons
+from sfast_ext import cache_folder, environment, host_gpu, last_start, reasons
 from sfast_ext.reasons import Reason
 
 MIN_CAPABILITY = (7, 5)
@@ -25,7 +23,7 @@ def refusal() -> Reason | None:
         return missing
     from sfast_ext.kernels.backend import nvrtc, triton_runtime
 
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = host_gpu.device()
     has = triton_runtime.capability(device)
     if has < MIN_CAPABILITY:
         return reasons.OLD_FOR_EIGHT_BITS(*(f"{major}.{minor}" for major, minor in (has, MIN_CAPABILITY)))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sfast_ext import reasons
+from sfast_ext import host_gpu, reasons
 from sfast_ext.reasons import Reason
 
 TORCH: tuple[int, ...] = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -72,12 +72,12 @@ def no_gpu() -> Reason | None:
     """Why nothing can be accelerated on this machine; None if a GPU is served."""
     if not torch.cuda.is_available():
         return reasons.NO_GPU()
-    return unserved(torch.device("cuda", torch.cuda.current_device()))
+    return unserved(host_gpu.device())
 
 
 def in_short() -> str:
     """GPU, torch and kernels in a few words. Imports and tries nothing: it is for the start of a program."""
-    gpu = torch.cuda.get_device_name(torch.cuda.current_device()) if torch.cuda.is_available() else "CPU"
+    gpu = torch.cuda.get_device_name(host_gpu.index()) if torch.cuda.is_available() else "CPU"
     triton = version("triton") or version("triton-windows")
     kernels = f"Triton {triton} and CUDA C++ kernels" if triton else "CUDA C++ kernels"
     if not torch.cuda.is_available():
@@ -137,7 +137,7 @@ def known_bad() -> list[str]:
     """What does not work here, and what happens instead, a sentence each."""
     if not torch.cuda.is_available():
         return ["There is no NVIDIA GPU that torch can use; nothing is accelerated."]
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = host_gpu.device()
     reason = unserved(device)
     if reason is not None:
         return [f"Nothing is accelerated: {reason}."]
@@ -157,7 +157,7 @@ def sums_in_half() -> bool:
         return False
     from sfast_ext.kernels.linear import mma_gemm
 
-    return mma_gemm.half_sums_profitable(torch.device("cuda", torch.cuda.current_device()))
+    return mma_gemm.half_sums_profitable(host_gpu.device())
 
 
 def nvrtc_version() -> str | None:
@@ -177,18 +177,18 @@ def nvrtc_file() -> str | None:
 
 
 def gpu_memory() -> int | None:
-    """Bytes of the current GPU's memory; None without one."""
+    """Bytes of the memory of the program's GPU; None without one."""
     if not torch.cuda.is_available():
         return None
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return int(torch.cuda.get_device_properties(host_gpu.index()).total_memory)
 
 
 MAX_FOR_GRAPHS_MB = 4096
 
 
 def graph_budget_mb() -> int:
-    """MB that CUDA graphs may take if nobody chose: a quarter of the current GPU's memory, and no more than a large
-    card has use for."""
+    """MB that CUDA graphs may take if nobody chose: a quarter of its GPU's memory, and no more than a large card
+    has use for."""
     total = gpu_memory()
     return MAX_FOR_GRAPHS_MB if total is None else min(MAX_FOR_GRAPHS_MB, total >> 22)
 
@@ -240,7 +240,7 @@ def describe() -> dict[str, Any]:
         "known_bad": known_bad(),
     }
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(host_gpu.index())
         found["gpu"] = properties.name
         found["compute_capability"] = f"{properties.major}.{properties.minor}"
         found["gpu_memory_mb"] = properties.total_memory >> 20

@@ -3,6 +3,7 @@ will take, and whether the user has interrupted it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -70,7 +71,12 @@ class StageTimes:
 
     def record(self, kind: str, seconds: dict[str, float]) -> None:
         """A preparation has ended. A folder that cannot be written is left alone."""
-        with self._lock:
+        with self._lock, contextlib.ExitStack() as turn:
+            if self._folder is not None:
+                with contextlib.suppress(RuntimeError):
+                    turn.enter_context(cache_folder.turn(self._folder()))
+                # other processes have added to it
+                self._known = {**(self._known or {}), **self._on_disk()}
             known, name = self._read(), self._name(kind)
             known.pop(name, None)
             known[name] = {stage: round(taken, 2) for stage, taken in seconds.items()}
@@ -88,14 +94,17 @@ class StageTimes:
 
     def _read(self) -> dict[str, dict[str, float]]:
         if self._known is None:
-            self._known = {}
-            try:
-                if self._folder is not None:
-                    folder = self._folder()
-                    self._known = _checked(json.loads(cache_folder.read(folder / "stages.json", folder)))
-            except (OSError, RuntimeError, ValueError):
-                pass  # there is none, or not one of ours
+            self._known = self._on_disk()
         return self._known
+
+    def _on_disk(self) -> dict[str, dict[str, float]]:
+        try:
+            if self._folder is not None:
+                folder = self._folder()
+                return _checked(json.loads(cache_folder.read(folder / "stages.json", folder)))
+        except (OSError, RuntimeError, ValueError):
+            pass  # there is none, or not one of ours
+        return {}
 
 
 def _checked(found: object) -> dict[str, dict[str, float]]:

@@ -200,6 +200,9 @@ ARGUMENT_CHANGES = Kind("changes-again", "an argument changes at each step, no p
 MODEL_CHANGES = Kind("changes-again",
     "what the model computes changes again and again: a plan is made when it stays the same")
 
+NEW_KIND = Kind("new-size",
+    "this size, number of images or length of the prompt is new: a plan is made when it is used again, or once it pays")
+
 WEIGHTS_ON = Kind("weights-elsewhere", "the weights are on {}, the plans on {}")
 WEIGHTS_SPLIT = Kind("weights-elsewhere", "some weights are on {}, others on {}")
 WEIGHTS_GIVEN_BACK = Kind("weights-elsewhere", "the memory of the weights was given back to the host")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
+from sfast_ext import host_gpu
 from sfast_ext.plans import graph_pool
 
 DECODING_RESERVE = 6 << 30
@@ -29,12 +30,13 @@ SAFETY_FACTOR = 1.5
 
 
 def free_bytes() -> float:
-    """Bytes that this process may still take on the current GPU; infinite if there is none."""
+    """Bytes that this process may still take on its GPU; infinite if there is none."""
     if not torch.cuda.is_available():
         return math.inf
     # memory reserved by CUDA graphs counts as cached, but nothing else can get it
-    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - graph_pool.held()
-    return torch.cuda.mem_get_info()[0] + max(0, cached)
+    gpu = host_gpu.device()
+    cached = torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu) - graph_pool.held()
+    return torch.cuda.mem_get_info(gpu)[0] + max(0, cached)
 
 
 def make_room(needed: float, givers: Iterable[Callable[[], object]]) -> bool:

@@ -212,6 +212,9 @@ class Session:
 
         self._follow_log_level()
         config = settings.config_from(shared.opts, self.report)
+        if config.allow_cpu:
+            # plans on a CPU are for trying things out, and earn nothing
+            config = dataclasses.replace(config, earned=False)
         if config.check == "never" and not self.is_tested():
             # what nobody has seen is served as far as it is seen to work
             return dataclasses.replace(config, check="first")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sfast_ext import last_start
+import torch
+
+from sfast_ext import host_gpu, last_start
 from sfast_ext.hosts.probes import Examined, could_be, examine
 from sfast_ext.hosts.reasons import UNSERVED
 from sfast_ext.hosts.refusal import Refusal
@@ -49,6 +52,7 @@ def start(version: str, kinds: Iterable[type[Session]]) -> Session | None:
         print(f"Stable Fast {version} does nothing: this WebUI is not known; {', '.join(names(kinds))} are.")
         return None
     best = found[0]
+    choose_gpu()
     if best.holds:
         try:
             session = best.kind.start(version, best.found)
@@ -62,6 +66,16 @@ def start(version: str, kinds: Iterable[type[Session]]) -> Session | None:
         return session
     _refuse(version, best, "; ".join(map(str, best.found.required)))
     return None
+
+
+def choose_gpu() -> None:
+    """Tell the core which GPU the host computes on, see `host_gpu`. All these hosts say it in `modules.devices`."""
+    device: Any = None
+    with contextlib.suppress(Exception):  # what is missing is told of by the probes
+        from modules import devices
+
+        device = getattr(devices, "device", None)
+    host_gpu.use(device if isinstance(device, torch.device) else None)
 
 
 def names(kinds: Iterable[type[Session]]) -> list[str]:

@@ -16,6 +16,9 @@ BARS = Feature("lines around progress bars", "lines on the console may tear the 
 XYZ = Feature("X/Y/Z plot", "the X/Y/Z plot has no axes for it")
 VAE = Feature("VAE", "the VAE is not accelerated")
 MEMORY = Feature("memory", "GPU memory that plans hold is freed later than the WebUI needs it")
+UPSCALED = Feature("upscalers' speed", "upscalers are not accelerated")
+PREVIEWS = Feature("previews", "TAESD is not accelerated")
+PREVIEW_MEMORY = Feature("previews' memory", "previews need the memory that gradients take")
 VERSION = Feature("version", "the report does not name the version of the WebUI")
 
 COMMON: tuple[Probe, ...] = (
@@ -50,6 +53,8 @@ WEBUI: tuple[Probe, ...] = (
     probe("modules.script_callbacks:on_cfg_denoiser", check=takes("callback")),
     probe("modules.processing:process_images_inner", check=passes("p"), feature=VAE),
     probe("modules.sd_models:unload_model_weights", check=passes(), feature=MEMORY),
+    probe("modules.sd_vae_taesd:decoder_model", check=passes(), feature=PREVIEWS),
+    probe("modules.upscaler_utils:upscale_pil_patch", check=passes("model"), feature=UPSCALED),
     probe("modules.scripts:scripts_data", feature=XYZ),
     probe("modules.errors:display_once", check=takes("exc", "task"), feature=SHOWN_ERRORS),
     probe("modules.logging_config:TqdmLoggingHandler", feature=BARS),

@@ -13,8 +13,10 @@ from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.hosts import webui_probes
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
+from sfast_ext.hosts.previews import Previews
 from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.session import Session
+from sfast_ext.hosts.upscalers import Upscalers
 from sfast_ext.report import logger
 
 
@@ -34,6 +36,8 @@ class WebUISession(Session):
         self._denoiser: weakref.ref[object] | None = None
         self._images: int | None = None
         self._has_vae = False
+        self._upscalers = Upscalers(self.report, self.config, self.guarded)
+        self._previews = Previews(self.report, self.config, self.guarded)
 
     def install(self, host: Installation) -> None:
         """Register callbacks, and wrap the functions that free memory, for which there are none."""
@@ -43,6 +47,8 @@ class WebUISession(Session):
         host.callback("on_cfg_denoiser", self.callback(self._step))
         host.feature(webui_probes.MEMORY, self._install_memory)
         self._has_vae = host.feature(webui_probes.VAE, lambda: host.wrap("process_images_inner", self._before_images))
+        host.feature(webui_probes.UPSCALED, lambda: self._upscalers.install(host))
+        host.feature(webui_probes.PREVIEWS, lambda: self._previews.install(host))
 
     def _install_memory(self) -> None:
         self.installation.wrap("unload_model_weights", self._unload)
@@ -68,6 +74,7 @@ class WebUISession(Session):
 
     def _before_images(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """img2img encodes its image before the first step, with the settings of this request."""
+        self._previews.image_begins()
         self.guarded(lambda: self._follow_vae(self.model()))
         return original(*args, **kwargs)
 

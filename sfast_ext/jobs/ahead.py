@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import nn
 
+from sfast_ext import host_gpu
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.jobs.kept_calls import KeptCall, KeptCalls
 from sfast_ext.jobs.measurements import kind_of
@@ -109,7 +111,7 @@ class Ahead:
         images = words.images_of(plan.label, shapes) or 1
         wanted = Wanted(latent[3] * words.PIXELS, latent[2] * words.PIXELS, images)
         try:
-            self._kept.keep(kind_of(accelerator.module), KeptCall(wanted, plan.signature))
+            self._kept.keep(_kind(accelerator.module), KeptCall(wanted, plan.signature))
         except (OSError, RuntimeError, ValueError) as exc:
             self._host.report.once("last call", f"not kept for the next start: {exc}")
 
@@ -132,7 +134,7 @@ class Ahead:
 
     def _get_ready(self) -> None:
         accelerator = self._host.loaded()
-        kept = self._kept.of(kind_of(accelerator.module)) if accelerator is not None else None
+        kept = self._kept.of(_kind(accelerator.module)) if accelerator is not None else None
         if kept is None or not self._fits(accelerator):
             return
         jobs = self._rehearsals.jobs
@@ -163,3 +165,10 @@ class Ahead:
         total = torch.cuda.get_device_properties(device).total_memory
         free = torch.cuda.mem_get_info(device)[0]
         return total >= SMALL_CARD and free >= ROOM + sum(weight.numel() * weight.element_size() for weight in weights)
+
+
+def _kind(module: nn.Module) -> str:
+    """The kind of a model and the card that it is on: WebUIs on two cards make images of sizes of their own."""
+    first = next(module.parameters(), None)
+    card = "" if first is None else host_gpu.card(first.device)
+    return f"{kind_of(module)} {card}".rstrip()

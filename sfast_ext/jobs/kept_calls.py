@@ -14,8 +14,8 @@ from sfast_ext import cache_folder, environment
 from sfast_ext.call_signature import Signature
 from sfast_ext.ui.requests import MAX_PICTURES, MAX_SIDE, MIN_SIDE, STEP, Wanted
 
-KEPT = 8
-"""Kinds of models: a user may go from one to another and back."""
+KEPT = 16
+"""Kinds of models on all cards: a user may go from one to another and back."""
 LARGEST = 1 << 16
 """Bytes of the file. One call takes a kilobyte."""
 _NUMBERS = {"int": int, "float": float}
@@ -54,11 +54,11 @@ class KeptCalls:
             "mode": [signature.mode[0], _name(signature.mode[1])] if signature.mode else [],
             "call": _written(signature.tree),
         }
-        with self._lock:
+        folder = self._folder()
+        with self._lock, cache_folder.turn(folder):
             found = self._read()
             found.pop(kind, None)
             found[kind] = entry
-            folder = self._folder()
             content = json.dumps(dict(list(found.items())[-KEPT:]), allow_nan=False).encode()
             cache_folder.write(folder / "last_calls.json", folder, content)
 

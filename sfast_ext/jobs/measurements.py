@@ -49,9 +49,9 @@ class Measurements:
             **{name: known.get(name) for name in VERSIONS},
             "rows": rows,
         }
-        with self._lock:
+        folder = self._folder()
+        with self._lock, cache_folder.turn(folder):
             kept = [*self._read(), entry][-KEPT:]
-            folder = self._folder()
             cache_folder.write(folder / "measurements.json", folder, json.dumps(kept, allow_nan=False).encode())
         return entry
 

@@ -5,6 +5,7 @@ have cost with that knowledge (the ski rental problem: A. R. Karlin et al., Comp
 is this rule. It decides
 
 - whether a plan of a module that is called rarely is made: the price is the time to make it (`RareCalls`);
+- whether a plan for another kind of call is made: as well, unless the last plan was earned back (`earnings`);
 - whether a CUDA graph that was evicted is captured again: the price is the time of a capture (`Recapture`);
 - whether a plan is made although the last ones were of no use: the price is a number of calls with the same behaviour,
   which doubles each time (`CaptureBackoff`);
@@ -15,6 +16,7 @@ is this rule. It decides
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -207,11 +209,20 @@ FIRST_BUILD_MS = Config.rare_build_ms
 
 
 @dataclass
-class _Runs:
-    """The original's runs in calls of one kind: what those that ended have lost, and those that may not have ended."""
+class Runs:
+    """The original's runs in calls of one kind: the time of those that ended, and those that may not have ended."""
 
     milliseconds: float = 0.0
+    ended: int = 0
     pending: list[Stopwatch] = field(default_factory=list)
+
+    def spent(self) -> float:
+        """The time of those that have ended by now."""
+        times = [(watch, watch.elapsed()) for watch in self.pending]
+        ended = [ms for _, ms in times if ms is not None]
+        self.milliseconds, self.ended = self.milliseconds + sum(ended), self.ended + len(ended)
+        self.pending = [watch for watch, ms in times if ms is None]
+        return self.milliseconds
 
 
 class RareCalls:
@@ -224,47 +235,63 @@ class RareCalls:
     """
 
     def __init__(self) -> None:
-        self._runs: dict[Hashable, _Runs] = {}
+        self._runs: dict[Hashable, Runs] = {}
         self._build_ms: float | None = None
         self._announced = self._built = False
+        # what was due to the plan that is being made; one is made at a time
+        self._taken: tuple[Hashable, Runs] | None = None
+        # previews are decoded in other threads than images
+        self._lock = threading.Lock()
 
     def new_generation(self) -> None:
         """A generation begins. If this is never called, plans are not counted."""
-        self._announced, self._built = True, False
+        with self._lock:
+            self._announced, self._built = True, False
 
-    def too_early(self, key: Hashable, gain: float, first_ms: float = FIRST_BUILD_MS) -> bool:
-        """Whether a call gets no plan yet. Call it once for each call that has none.
+    def is_due(self, key: Hashable, gain: float, first_ms: float = FIRST_BUILD_MS) -> bool:
+        """Whether a call that has no plan gets one.
 
         Args:
             gain: see `Config.rare_gain`.
             first_ms: see `Config.rare_build_ms`.
         """
-        price = first_ms if self._build_ms is None else self._build_ms
-        if key not in self._runs or (math.isfinite(gain) and not Payback(price, self._spent(key) * gain).due):
+        with self._lock:
+            return self._is_due(key, gain, first_ms)
+
+    def take(self, key: Hashable, gain: float, first_ms: float = FIRST_BUILD_MS) -> bool:
+        """`is_due`; if so, the plan is about to be made by this thread, and no other one is in this generation."""
+        with self._lock:
+            if not self._is_due(key, gain, first_ms):
+                return False
+            self._built = True
+            self._taken = key, self._runs[key]
+            # a plan that is evicted has to pay again
+            self._runs[key] = Runs()
             return True
-        if self._announced and self._built:
-            return True
-        self._built = True
-        # a plan that is evicted has to pay again
-        self._runs[key] = _Runs()
-        return False
+
+    def give_back(self) -> None:
+        """What was taken last is due as before: no plan could be made now, which says nothing about the next call."""
+        with self._lock:
+            if self._taken is not None:
+                key, runs = self._taken
+                self._runs[key], self._taken, self._built = runs, None, False
 
     def ran(self, key: Hashable, watch: Stopwatch) -> None:
         """The original has run in a call that got no plan, for this time."""
-        if key not in self._runs and len(self._runs) >= MAX_KINDS:
-            self._runs.clear()
-        self._runs.setdefault(key, _Runs()).pending.append(watch)
+        with self._lock:
+            if key not in self._runs and len(self._runs) >= MAX_KINDS:
+                self._runs.clear()
+            self._runs.setdefault(key, Runs()).pending.append(watch)
 
     def built(self, milliseconds: float) -> None:
         """A plan was made in this time; the next is taken to cost as much."""
         self._build_ms = milliseconds
 
-    def _spent(self, key: Hashable) -> float:
-        runs = self._runs[key]
-        times = [(watch, watch.elapsed()) for watch in runs.pending]
-        runs.milliseconds += sum(ms for _, ms in times if ms is not None)
-        runs.pending = [watch for watch, ms in times if ms is None]
-        return runs.milliseconds
+    def _is_due(self, key: Hashable, gain: float, first_ms: float) -> bool:
+        if key not in self._runs or (self._announced and self._built):
+            return False
+        price = first_ms if self._build_ms is None else self._build_ms
+        return not math.isfinite(gain) or Payback(price, self._runs[key].spent() * gain).due
 
 
 class Stopwatch:

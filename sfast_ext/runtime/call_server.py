@@ -17,8 +17,11 @@ from sfast_ext.capture import arguments
 from sfast_ext.capture.state import State
 from sfast_ext.gc_pause import gc_paused
 from sfast_ext.kernels.backend import precompile
+from sfast_ext.plans.earnings import Earnings
 from sfast_ext.plans.payback import PAID_AFTER, CaptureBackoff, RareCalls, Stopwatch
+from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted
+from sfast_ext.reasons import NEW_KIND
 from sfast_ext.report import at, current, rehearsing, stage
 from sfast_ext.runtime.eight_bits import is_due
 from sfast_ext.runtime.failures import Failures
@@ -52,7 +55,7 @@ class CallServer:
         self._context, self._report = context, context.report
         self._cache, self._finder, self._runner = cache, finder, runner
         self._builder, self._failures, self._backoff = builder, failures, backoff
-        self._rare = RareCalls()
+        self._rare, self._earnings = RareCalls(), Earnings()
         self.generation = 1
         self.pace = Pace()
 
@@ -60,8 +63,13 @@ class CallServer:
         """A generation begins."""
         self.generation += 1
         self._rare.new_generation()
+        self._earnings.new_generation()
         self.pace.restart()
         self._cache.new_generation_of_eight_bits(self.generation, self._context.config.eight_bits)
+
+    def forget_earnings(self) -> None:
+        """Plans are made as at the start, without being earned: the user has dropped them, or other settings hold."""
+        self._earnings = Earnings()
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call of the module with these arguments."""
@@ -106,16 +114,35 @@ class CallServer:
 
         if state is ReplayState.BYPASS or lookup is None:
             return self._rehearsed(args, kwargs) if rehearsing() else self.run_original(*args, **kwargs)
-        config = self._context.config
-        early = config.rare_calls and self._rare.too_early(lookup.key, config.rare_gain, config.rare_build_ms)
-        mine = not early and self._context.model.build_lock.acquire(blocking=False)
-        if not mine:
+        if not self._begin_to_build(lookup):
             return self._without_plan(lookup, args, kwargs, build=False)
         try:
             with gc_paused():
                 return self._without_plan(lookup, args, kwargs, build=True)
         finally:
             self._context.model.build_lock.release()
+
+    def _begin_to_build(self, lookup: Lookup) -> bool:
+        """Whether this call builds the plan. If so, this thread holds the lock for it."""
+        config, lock, key = self._context.config, self._context.model.build_lock, lookup.key
+        if config.rare_calls and not self._rare.is_due(key, config.rare_gain, config.rare_build_ms):
+            return False
+        if self._must_earn() and not self._earnings.due(lookup.shape_signature):
+            self._report.bypassed(NEW_KIND())
+            return False
+        if not lock.acquire(blocking=False):
+            return False
+        # another thread may have made it since it was looked up
+        settled = key in self._cache.plans or key in self._cache.rejected
+        if settled or (config.rare_calls and not self._rare.take(key, config.rare_gain, config.rare_build_ms)):
+            lock.release()
+            return False
+        return True
+
+    def _must_earn(self) -> bool:
+        """Whether it matters if a plan is earned back. What is prepared was asked for."""
+        config = self._context.config
+        return config.earned and not config.rare_calls and not rehearsing()
 
     def _run(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._runner.run(lookup, lambda: self.run_original(*args, **kwargs))
@@ -141,6 +168,7 @@ class CallServer:
             self._cache.touch(lookup.key)
         plan.replays += 1
         if not current.rehearsal:
+            self._earnings.calls += 1
             self.pace.tick()
             if plan.generation_of_use != self.generation:
                 plan.generation_of_use, plan.used_at = self.generation, time.time()
@@ -157,7 +185,7 @@ class CallServer:
         state = self._state() if build else None
         # the original may take away what is in them
         again = arguments.with_own_containers(args, kwargs) if build else ((), {})
-        watch = Stopwatch(lookup.key.device) if rare else None
+        watch = Stopwatch(lookup.key.device) if rare or (self._must_earn() and not build) else None
         # before the trace, which would record what is done to weights
         as_hosts = self._context.arena.order.host() if trace is not None else contextlib.nullcontext()
         with as_hosts:
@@ -168,17 +196,32 @@ class CallServer:
                 result = trace.run(self.run_original, args, kwargs, state.put_back)
         if watch is not None:
             watch.stop()
+        tried = False
         if state is not None:
             seconds = time.perf_counter() - started
             run = OriginalRun(lambda: self._again(*again), result, seconds, trace, watch, state)
             began = time.perf_counter()
-            self._try_to_build(lookup, run)
-            if rare and lookup.key in self._cache.plans:
-                self._rare.built(1000 * (time.perf_counter() - began))
-        elif watch is not None:
+            tried = self._try_to_build(lookup, run)
+            plan = self._cache.plans.get(lookup.key)
+            if plan is not None:
+                self._built(lookup, plan, 1000 * (time.perf_counter() - began))
+        if not rehearsing():
+            self._earnings.calls += 1
+        if watch is not None and not rare:
+            self._earnings.ran(lookup.shape_signature, watch)
+        elif watch is not None and not tried:
+            if build:
+                self._rare.give_back()
             self._rare.ran(lookup.key, watch)
         self.pace.restart()
         return result
+
+    def _built(self, lookup: Lookup, plan: Plan, milliseconds: float) -> None:
+        """A plan was made in this time."""
+        if self._context.config.rare_calls:
+            self._rare.built(milliseconds)
+        elif self._must_earn():
+            self._earnings.built(lookup.shape_signature, plan, milliseconds)
 
     def _state(self) -> State | None:
         """The state that the forward can reach; None if it could not be read, which is reported."""
@@ -203,15 +246,17 @@ class CallServer:
         args, kwargs = arguments.with_own_containers(args, kwargs)
         return self.run_original(*args, **kwargs)
 
-    def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> None:
+    def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> bool:
+        """Returns whether that is settled for now: False if another thread, the host or the user was in the way."""
         assert run.state is not None
         try:
             if not self._builder.unchanged(lookup, run.state):
                 if rehearsing():
                     run.state.put_back()
-                return
+                return False
             with _building():
                 self._builder.build(lookup, run)
+            return True
         except Interrupted as exc:
             self._report.event("interrupted", str(exc))
         except WeightsAway as exc:
@@ -220,8 +265,10 @@ class CallServer:
             self._weights_changed(exc)
         except Exception as exc:
             self._failures.failed(exc, lookup, building=True)
+            return True
         finally:
             self._context.model.restore_layout(self._report)
+        return False
 
     def _host_failed(self, failed: HostFailed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A callback of the host raised: return the original forward's result. If that raises the same type of

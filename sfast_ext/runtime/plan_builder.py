@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sfast_ext import environment, reasons
+from sfast_ext import environment, host_gpu, reasons
 from sfast_ext.argument_roles import ArgumentRoles
 from sfast_ext.call_signature import flatten_output
 from sfast_ext.capture import block_reuse
@@ -145,6 +145,9 @@ class PlanBuilder:
             lookup = lookup.exact()
             if self._is_settled(lookup.key):
                 return
+        with context.arena.gate.exclusive():
+            # another thread that is inside the original forward would be in the way when the recording is done
+            pass
         self._backoff.record_capture(lookup.shape_signature)
         if not self._cache.plans and not context.is_part:
             # their plans bind weights, which then cannot be packed for the whole
@@ -170,7 +173,8 @@ class PlanBuilder:
             context.report,
             label,
             logging.DEBUG if context.is_part else logging.INFO,
-            kind=type(context.module).__qualname__,
+            # another card takes another time
+            kind=f"{type(context.module).__qualname__} {host_gpu.card(device)}".rstrip(),
             times=_gpu_times if device.type == "cuda" else _cpu_times,
             interrupted=context.hooks.interrupted,
         )

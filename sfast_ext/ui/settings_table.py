@@ -21,6 +21,7 @@ class HostConfig(Config):
     """Whether text encoders are accelerated as well."""
     png: bool = True
     """Whether the WebUI's PNG files are compressed by several threads."""
+    earned: bool = True
     ahead: bool = False
     """Whether the size used last is prepared after the start, while no image is made."""
 

@@ -41,6 +41,18 @@ def size_words(shapes: Sequence[tuple[int, ...]], pictures: int | None = None) -
     return ", ".join(said)
 
 
+def upscaler_words(shapes: Sequence[tuple[int, ...]]) -> str | None:
+    """A call of an upscaler in a user's words, such as "upscaler, 192x192"; None if it is no such call."""
+    given = next((shape for shape in shapes if len(shape) == 4), None)
+    return None if given is None else f"upscaler, {given[3]}x{given[2]}"
+
+
+def preview_words(shapes: Sequence[tuple[int, ...]]) -> str | None:
+    """A call of a decoder of previews in a user's words, such as "preview, 512x512"; None if it is no such call."""
+    given = next((shape for shape in shapes if len(shape) == 4), None)
+    return None if given is None else f"preview, {given[3] * PIXELS}x{given[2] * PIXELS}"
+
+
 def vae_words(part: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
     """A call of a part of a VAE in a user's words, such as "VAE decoder, 512x512"; None if it is no such call.
 

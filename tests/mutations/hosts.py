@@ -67,4 +67,24 @@ MUTATIONS = [
         "self.faster_sums, self.eight_bits, self", "self.faster_sums, self",
         ("ui/test_settings.py::test_presets_that_change_pixels_are_named_in_the_infotext",),
     ),
+    Mutation(
+        "gradients of a latent", "hosts/previews.py",
+        "and not sample.requires_grad and", "and",
+        ("hosts/adapters/test_previews.py::test_a_latent_that_takes_gradients_keeps_them",),
+    ),
+    Mutation(
+        "an upscaler's sums in full precision", "hosts/convolution_networks.py",
+        "faster_sums=False,", "",
+        ("hosts/adapters/test_upscalers.py::test_its_sums_stay_in_full_precision_whatever_the_steps_have",),
+    ),
+    Mutation(
+        "8 bits for an upscaler", "hosts/convolution_networks.py",
+        "eight_bits=False,", "",
+        ("hosts/adapters/test_upscalers.py::test_its_sums_stay_in_full_precision_whatever_the_steps_have",),
+    ),
+    Mutation(
+        "a patched upscaler", "hosts/convolution_networks.py",
+        "(is_host_code(function) or wraps_torchs(function))", "True",
+        ("hosts/adapters/test_upscalers.py::test_a_patch_by_somebody_else_is_bypassed_by_name_and_the_host_s_is_not",),
+    ),
 ]  # fmt: skip

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from sfast_ext.plans.payback import FIRST_BUILD_MS, RareCalls, Stopwatch
 from sfast_ext.runtime import plan_runner, verify
 from sfast_ext.runtime.plan_builder import PlanBuilder
 from sfast_ext.tools.lib import models, vaes
+from sfast_ext.weights.gate import gate_of
 
 CONFIG = Config(allow_cpu=True, cuda_graphs=False, rare_calls=True, rare_gain=math.inf)
 
@@ -99,7 +104,7 @@ class Timed:
 def until_a_plan(calls: RareCalls, ms: float, gain: float = 0.5, key: str = "a") -> int:
     """How many runs of the original come before a plan is made."""
     for runs in range(1000):
-        if not calls.too_early(key, gain):
+        if calls.take(key, gain):
             return runs
         calls.ran(key, Timed(ms))
     return 1000
@@ -125,11 +130,11 @@ def test_no_plan_is_made_at_the_first_call_whatever_it_would_save():
 def test_a_run_counts_when_it_has_ended():
     calls, running = RareCalls(), Timed(None)
     calls.built(100)
-    assert calls.too_early("a", 0.5)
+    assert not calls.take("a", 0.5)
     calls.ran("a", running)
-    assert calls.too_early("a", 0.5)
+    assert not calls.take("a", 0.5)
     running.ms = 200.0
-    assert not calls.too_early("a", 0.5)
+    assert calls.take("a", 0.5)
 
 
 def test_calls_that_cost_little_get_no_plan_and_their_time_is_that_of_the_original():
@@ -149,20 +154,20 @@ def test_calls_that_cost_little_get_no_plan_and_their_time_is_that_of_the_origin
 def test_what_was_seen_is_bounded():
     calls = RareCalls()
     for key in range(1000):
-        assert calls.too_early(key, math.inf)
+        assert not calls.take(key, math.inf)
         calls.ran(key, Timed(1))
-    assert len(calls._runs) <= 256 and not calls.too_early(999, math.inf)
+    assert len(calls._runs) <= 256 and calls.take(999, math.inf)
 
 
 def test_a_generation_counts_only_if_generations_are_told():
     calls = RareCalls()
     found = []
     for key in "aabb":
-        found.append(calls.too_early(key, math.inf))
+        found.append(calls.take(key, math.inf))
         calls.ran(key, Timed(1))
-    assert found == [True, False, True, False]
+    assert found == [False, True, False, True]
     calls.new_generation()
-    assert [calls.too_early(key, math.inf) for key in "ab"] == [False, True]
+    assert [calls.take(key, math.inf) for key in "ab"] == [True, False]
 
 
 def test_a_gain_must_be_positive():
@@ -228,15 +233,116 @@ def test_what_a_first_plan_costs_is_that_of_the_kind_of_network_until_one_was_ma
         calls = RareCalls()
         calls.ran("a", Timed(100))
         count = 1
-        while calls.too_early("a", 0.5, price):
+        while not calls.is_due("a", 0.5, price):
             calls.ran("a", Timed(100))
             count += 1
         assert count == price / 50
         calls.built(1000)
         calls.ran("b", Timed(100))
-        assert [calls.too_early("b", 0.5, price)] == [True]
+        assert not calls.is_due("b", 0.5, price)
         for _ in range(19):
             calls.ran("b", Timed(100))
-        assert not calls.too_early("b", 0.5, price)
+        assert calls.is_due("b", 0.5, price)
     with pytest.raises(ValueError, match="rare_build_ms must be a number above 0"):
         Config(rare_build_ms=0)
+
+
+@pytest.mark.parametrize("gain", [math.inf, 0.5, 0.9])
+def test_a_plan_that_another_thread_s_build_delays_is_made_in_the_same_generation(gain):
+    ours = Counted(replace(CONFIG, rare_gain=gain))
+    ours.accelerator.new_generation()
+    ours.call()
+    (runs,) = ours.accelerator._server._rare._runs.values()
+    runs.milliseconds = 4 * FIRST_BUILD_MS
+    with ours.accelerator._model.build_lock:
+        for _ in range(3):
+            assert ours.call() == 1 and ours.count("captures") == 0
+    assert ours.call() == 1 and ours.count("captures") == 1
+
+
+@contextlib.contextmanager
+def original_runs_elsewhere(module: Any) -> Iterator[None]:
+    """Within, another thread is inside the module's original forward."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with gate_of(module):
+            inside.set()
+            leave.wait(20)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    inside.wait(20)
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 9])
+def test_a_plan_that_another_thread_s_run_delays_is_made_once_it_has_ended(times):
+    ours = Counted()
+    ours.accelerator.new_generation()
+    ours.call()
+    with original_runs_elsewhere(ours.module):
+        for _ in range(times):
+            assert ours.call() == 1
+    assert ours.count("captures") == 0 and ours.count("errors") == 0
+    assert ours.call() == 1 and ours.count("captures") == 1
+    assert not any("too often" in reason for reason in ours.accelerator.report.as_dict()["reasons"])
+
+
+def test_a_plan_that_another_thread_made_meanwhile_is_not_made_again(monkeypatch):
+    ours = Counted(Config(allow_cpu=True, cuda_graphs=False))
+    server = ours.accelerator._server
+    found = server._finder.find
+    seen = []
+
+    def late(args: Any, kwargs: Any, **options: Any) -> Any:
+        """As if another thread had served the same call between the look-up and the lock."""
+        lookup = found(args, kwargs, **options)
+        if not seen:
+            seen.append(lookup)
+            ours.call()
+        return lookup
+
+    monkeypatch.setattr(server._finder, "find", late)
+    ours.call()
+    assert seen[0].plan is None and ours.count("captures") == 1 and len(ours.accelerator.plans) == 1
+    assert ours.call() == 0
+
+
+def test_what_was_taken_and_given_back_is_due_as_before():
+    calls = RareCalls()
+    calls.built(100)
+    calls.new_generation()
+    for key in "ab":
+        calls.ran(key, Timed(300))
+    assert calls.take("a", 0.5) and not calls.take("b", 0.5) and not calls.is_due("a", 0.5)
+    calls.give_back()
+    assert calls.is_due("a", 0.5) and calls.is_due("b", 0.5)
+    calls.give_back()
+    assert calls.take("b", 0.5)
+    calls.new_generation()
+    # that of another kind stays taken
+    assert calls.take("a", 0.5) and not calls.take("b", 0.5)
+
+
+def test_of_many_threads_one_takes():
+    calls, start, taken = RareCalls(), threading.Barrier(8), []
+    calls.new_generation()
+    for key in range(8):
+        calls.ran(key, Timed(1))
+
+    def take(key: int) -> None:
+        start.wait()
+        if calls.take(key, math.inf):
+            taken.append(key)
+
+    threads = [threading.Thread(target=take, args=(key,)) for key in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(taken) == 1

@@ -224,7 +224,9 @@ class A1111Session(WebUISession):
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
         self._vaes = vae.Vaes(self._hooks_for_vae, self.report)
         self._texts = TextEncoders(self._hooks_for_text, self.report)
-        self.attachments = (self._unets, self._controlnets, *self._vaes.attachments, *self._texts.attachments)
+        small = (self._upscalers.attachment, self._previews.attachment)
+        slow = (*self._vaes.attachments, *self._texts.attachments)
+        self.attachments = (self._unets, self._controlnets, *slow, *small)
         self._memory = A1111Memory(self._unets, (self._vaes, self._texts), _unet_of, self.report)
         self._host_version = "unknown"
 
@@ -246,6 +248,7 @@ class A1111Session(WebUISession):
         host.feature(webui_probes.VERSION, self._read_version)
         host.add(self._memory.release)
         super().install(host)
+        host.feature(webui_probes.PREVIEW_MEMORY, lambda: self._previews.install_without_gradients(host))
         host.feature(probes.UPSCALERS, lambda: self._memory.install_upscaling(host))
 
     def _read_version(self) -> None:

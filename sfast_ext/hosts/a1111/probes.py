@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sfast_ext.hosts.probes import Check, Feature, Probe, every, has, passes, probe, refers_to, takes, without
-from sfast_ext.hosts.webui_probes import MEMORY, REQUESTS, VERSION, WEBUI
+from sfast_ext.hosts.webui_probes import MEMORY, PREVIEW_MEMORY, REQUESTS, UPSCALED, VERSION, WEBUI
 
 UPSCALERS = Feature("upscalers", "GPU memory that plans hold is not freed before an upscaler runs")
 
@@ -19,7 +19,8 @@ PROBES: tuple[Probe, ...] = (
     probe("modules.sd_models:model_data", check=has("sd_model", "loaded_sd_models")),
     probe("modules.sd_models:send_model_to_cpu", check=passes(""), feature=MEMORY),
     probe("modules.sd_models:send_model_to_trash", check=passes(""), feature=MEMORY),
-    probe("modules.upscaler:Upscaler.upscale", check=passes("self"), feature=UPSCALERS),
+    probe("modules.upscaler:Upscaler.upscale", check=passes("self"), feature=(UPSCALERS, UPSCALED)),
+    probe("modules.sd_samplers_common:samples_to_images_tensor", check=passes("sample"), feature=PREVIEW_MEMORY),
     probe("modules.launch_utils:git_tag", check=takes(), feature=VERSION),
 )
 

@@ -43,7 +43,8 @@ class ForgeSession(WebUISession):
         super().__init__(version, found)
         self._unets = Attachment(self._hooks_for, self.report)
         self._secondary = SecondaryNetworks(self.PROGRAM, self.report, self._kept_controlnets)
-        self.attachments = (self._unets, *self._secondary.attachments)
+        small = (self._upscalers.attachment, self._previews.attachment)
+        self.attachments = (self._unets, *self._secondary.attachments, *small)
         self._memory = self._make_memory((*self._secondary.attachments, self._unets), self.report)
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sfast_ext.hosts.probes import Feature, Probe, passes, probe, refers_to, takes
-from sfast_ext.hosts.webui_probes import MEMORY, VERSION, WEBUI
+from sfast_ext.hosts.webui_probes import MEMORY, UPSCALED, VERSION, WEBUI
 
 CONTROLNET = Feature("ControlNet", "ControlNets are not accelerated")
 
@@ -11,7 +11,7 @@ _FORGE: tuple[Probe, ...] = (
     *WEBUI,
     probe("modules_forge.forge_version:version", feature=VERSION),
     probe("modules.sd_models:model_data"),
-    probe("modules.upscaler:Upscaler.upscale", check=passes("self"), feature=MEMORY),
+    probe("modules.upscaler:Upscaler.upscale", check=passes("self"), feature=(MEMORY, UPSCALED)),
 )
 
 

@@ -122,12 +122,13 @@ class Memory:
         """Write what is new, in addition to what others have written meanwhile."""
         if self.file is None or not self._new:
             return
-        merged = self._read()
-        for what, keys in self._new.items():
-            merged.setdefault(what, {}).update(keys)
-        text = json.dumps({"format": _FORMAT, "machine": self.machine, "choices": merged}, indent=1)
         try:
-            cache_folder.write(self.file, nvrtc.folder(), text.encode())
+            with cache_folder.turn(nvrtc.folder()):
+                merged = self._read()
+                for what, keys in self._new.items():
+                    merged.setdefault(what, {}).update(keys)
+                text = json.dumps({"format": _FORMAT, "machine": self.machine, "choices": merged}, indent=1)
+                cache_folder.write(self.file, nvrtc.folder(), text.encode())
         except OSError as exc:
             logger.debug("choices are measured anew each time: %s", exc)
             return

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from sfast_ext import host_gpu
 from sfast_ext.kernels.backend import health, nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.backend.size_prediction import Call, Launch, Size
 from sfast_ext.report import advance
@@ -58,7 +59,7 @@ def _load_compilers(triton_runs_on: Callable[[torch.device], bool]) -> None:
             with contextlib.suppress(Exception):
                 importlib.import_module(home).triton_key()
     with contextlib.suppress(Exception):  # the next caller meets and reports it
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = host_gpu.device()
         if not triton_runtime.AVAILABLE or triton_runtime.hopper(device):
             nvrtc.bindings()
         if triton_runtime.AVAILABLE and not triton_runs_on(device):

@@ -251,8 +251,9 @@ def test_previews_in_another_thread_while_steps_are_made(on):
         on.picture()
     thread.join()
     assert not wrong and on.counter("errors") == 0
-    # the first one may be the second of its kind that no other thread is beside, which prepares
-    assert [on.decode(WIDE) for _ in range(3)][-1] == "plan"
+    # of one generation's plans only one is made, and that of the images may have been it
+    on.host.generate()
+    assert [on.decode(WIDE) for _ in range(2)][-1] == "plan"
 
 
 def test_a_vae_of_another_kind_is_left_alone(on):

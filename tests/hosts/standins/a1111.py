@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hosts.standins.lowvram import BLOCKS, LowVram
-from sfast_ext.tools.lib import models
+from sfast_ext.tools.lib import image_networks, models
 
 CONTEXT = 32
 CALLBACKS = (
@@ -113,6 +113,49 @@ def name_layers(module: nn.Module, prefix: str = "") -> None:
 def upscale(self: Any, picture: torch.Tensor, scale: int) -> torch.Tensor:
     """What the WebUI's upscalers inherit."""
     return picture.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
+
+
+def upscaler_utils(gpu: bool = False) -> ModuleType:
+    """What upscales an image in tiles. With `gpu` as in Forge Neo, which calls the model in one more function."""
+
+    def run(model: Any, tile: torch.Tensor) -> torch.Tensor:
+        return model(tile)
+
+    @torch.inference_mode()
+    def upscale_pil_patch(model: Any, img: torch.Tensor) -> torch.Tensor:
+        return (module._model if gpu else run)(model, img)
+
+    @torch.inference_mode()
+    def upscale_with_model(model: Any, img: torch.Tensor, *, tile_size: int) -> list[torch.Tensor]:
+        columns, rows = range(0, img.shape[-1], tile_size), range(0, img.shape[-2], tile_size)
+        tiles = [img[..., y : y + tile_size, x : x + tile_size] for y in rows for x in columns]
+        return [module.upscale_pil_patch(model, tile) for tile in tiles]
+
+    module = _module("modules.upscaler_utils", upscale_pil_patch=upscale_pil_patch)
+    module.upscale_with_model = upscale_with_model  # type: ignore[attr-defined]
+    if gpu:
+        module._model = run  # type: ignore[attr-defined]
+    return module
+
+
+def previews() -> dict[str, ModuleType]:
+    """TAESD, which is loaded with the first preview, and what decodes one; its result is in gradients' way no more."""
+    loaded: dict[str, nn.Module] = {}
+
+    def decoder_model() -> nn.Module:
+        if "taesd" not in loaded:
+            # its weights take gradients
+            loaded["taesd"] = image_networks.preview_decoder(8).requires_grad_(True)
+        return loaded["taesd"]
+
+    def samples_to_images_tensor(sample: torch.Tensor, approximation: Any = None, model: Any = None) -> torch.Tensor:
+        common.recorded.append(torch.is_grad_enabled())  # type: ignore[attr-defined]
+        return taesd.decoder_model()(sample).detach() * 2 - 1  # type: ignore[attr-defined, no-any-return]
+
+    taesd = _module("modules.sd_vae_taesd", decoder_model=decoder_model)
+    common = _module("modules.sd_samplers_common", samples_to_images_tensor=samples_to_images_tensor, recorded=[])
+    taesd.loaded = loaded  # type: ignore[attr-defined]
+    return {"modules.sd_vae_taesd": taesd, "modules.sd_samplers_common": common}
 
 
 def scripts_module() -> ModuleType:
@@ -261,6 +304,8 @@ class Host:
             "modules.logging_config": _module("modules.logging_config", TqdmLoggingHandler=None),
             "modules.scripts": scripts_module(),
             "modules.upscaler": _module("modules.upscaler", Upscaler=type("Upscaler", (), {"upscale": upscale})),
+            "modules.upscaler_utils": upscaler_utils(),
+            **previews(),
             "modules.script_callbacks": _module("modules.script_callbacks", callback_map=self.callbacks, **registrars),
             "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),
             "modules.launch_utils": _module("modules.launch_utils", git_tag=lambda: "v1.10.1"),

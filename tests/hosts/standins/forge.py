@@ -296,6 +296,8 @@ class Host:
             "modules.logging_config": _module("modules.logging_config", TqdmLoggingHandler=None),
             "modules.scripts": scripts_module(),
             "modules.upscaler": _module("modules.upscaler", Upscaler=type("Upscaler", (), {"upscale": upscale})),
+            "modules.upscaler_utils": a1111.upscaler_utils(gpu=True),
+            **a1111.previews(),
             "modules.script_callbacks": _module("modules.script_callbacks", callback_map=self.callbacks, **registrars),
             "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),
             # settings name its components; nothing shows them here

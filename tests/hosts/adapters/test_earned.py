@@ -1,0 +1,72 @@
+"""Hires fix and repainted faces in a WebUI: sizes that never repeat get no plan, and those that do get theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit")
+from hosts.standins import a1111 as standin
+from sfast_ext.hosts.a1111 import adapter as a1111
+from sfast_ext.hosts.session import Session
+from sfast_ext.plans import earnings
+from sfast_ext.ui import settings_table
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The WebUI, in which plans have to be earned as on a GPU."""
+    # no clock decides: what plans save on a CPU depends on what else it does
+    monkeypatch.setattr(earnings.Investment, "debt", lambda self: 1.0)
+    monkeypatch.setattr(earnings.Earnings, "_expected", lambda self: 0.0)
+    as_given = Session.config
+    monkeypatch.setattr(Session, "config", lambda self: dataclasses.replace(as_given(self), earned=True))
+    with standin.running(sfast_allow_cpu=True) as host:
+        a1111.start("test")
+        host.load(1)
+        yield host
+        a1111.A1111Session.stop()
+        assert host.errors == []
+
+
+def made(host: Any, *sizes: int) -> int:
+    """How many plans are made for an image with passes of these sizes."""
+    report = a1111.A1111Session.running.report
+    before = report.counter("captures")
+    for size in sizes:
+        host.generate(size=size, steps=4)
+    return report.counter("captures") - before
+
+
+def test_faces_in_sizes_that_never_repeat_get_no_plan(host):
+    assert made(host, 8, 16, 10, 12, 14) == 1
+    for sizes in ((18, 20, 22, 24), (26, 28, 30, 32)):
+        assert made(host, 8, *sizes) == 0
+    report = a1111.A1111Session.running.report
+    assert report.counter("eager_runs") == 3 + 2 * 4
+    assert any("is new" in reason for reason in report.as_dict()["reasons_since_start"])
+
+
+def test_sizes_that_repeat_get_their_plans_with_the_second_image(host):
+    assert made(host, 8, 16, 10) == 1
+    assert made(host, 8, 16, 10) == 2
+    assert made(host, 8, 16, 10) == 0
+    assert made(host, 8, 16, 10, 12) == 0
+
+
+def test_two_faces_of_one_size_in_one_image_repeat(host):
+    assert made(host, 8, 10, 10, 10) == 2
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_plans_on_a_cpu_need_not_be_earned(cpu):
+    with standin.running(**({"sfast_allow_cpu": True} if cpu else {})):
+        a1111.start("test")
+        try:
+            assert a1111.A1111Session.running.config().earned is not cpu
+            assert settings_table.HostConfig().earned
+        finally:
+            a1111.A1111Session.stop()
