@@ -28,7 +28,7 @@ import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,12 +55,13 @@ class _Idle:
         model: a name of `models`.
     """
 
-    HOST, version = "benchmark", "0"
+    HOST: ClassVar[str] = "benchmark"
+    version = "0"
 
     def __init__(self, model: str, device: torch.device) -> None:
         self.unet = models.random_unet(model, dtype=torch.float16, device=device)
         self._lock, self.waiters, self._interrupted = threading.Lock(), 0, False
-        self.accelerator = accelerate(self.unet, Config(), Hooks(interrupted=lambda: self._interrupted))
+        self.accelerator = accelerate(self.unet, Config(), hooks=Hooks(interrupted=lambda: self._interrupted))
         self.report = self.accelerator.report
         self.jobs = Jobs(self.report, self.queue, lambda: self._interrupted, self._interrupt)
         self.ahead = Ahead(self, Rehearsals(self, self.jobs), lambda: self.waiters > 0)
@@ -131,7 +132,8 @@ def case(name: str, model: str, width: int, height: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     print("loaded", flush=True)
     sys.stdin.readline()
-    began, found = time.perf_counter(), {}
+    began = time.perf_counter()
+    found: dict[str, Any] = {}
     if name in ("ahead", "ahead, cold", "interrupted"):
         before = torch.cuda.memory_reserved()
         idle.ahead.start()
@@ -173,6 +175,7 @@ def _measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     names = given.cases.split(";")
     processes = {name: _begun(name, given, folder / ("empty" if name == "ahead, cold" else "full")) for name in names}
     for process in processes.values():
+        assert process.stdout is not None
         while (line := process.stdout.readline()) and line != "loaded\n":
             pass
     for name, process in processes.items():

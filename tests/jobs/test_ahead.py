@@ -430,6 +430,7 @@ GIB = 1 << 30
     [(24, 20, True), (11.6, 9, True), (8, 7.9, False), (11, 10.9, False), (24, 3, False), (80, 5, False)],
 )
 def test_cards_without_room_are_left_alone(monkeypatch, total, free, fits):
+    monkeypatch.setattr(ahead, "GPU_ALONE", True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total * GIB))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * GIB, total * GIB))
 

@@ -1,5 +1,5 @@
-"""*Prepare the last size after the start* in AUTOMATIC1111: the first image finds its plan and is the same, and one that
-begins while the plan is made waits for nothing."""
+"""*Prepare the last size after the start* in AUTOMATIC1111: the first image finds its plan and is the same. One that begins
+while the plan is made waits for nothing."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def clean(webui: WebUI) -> dict[str, Any]:
     return status
 
 
-def test_the_first_image_finds_its_plan_and_so_do_lora_and_another_prompt(kept: Path, stock: dict[str, list[str]]) -> None:
+def test_the_first_image_finds_its_plan_and_so_do_others(kept: Path, stock: dict[str, list[str]]) -> None:
     with start(kept, "ahead", ON) as webui:
         prepared = ready(webui)
         assert prepared["state"] == "done" and prepared["rows"][0]["ready"], prepared
@@ -153,6 +153,6 @@ def test_an_image_that_begins_meanwhile_is_made_at_once(kept: Path, stock: dict[
             each.join(300)
         assert len(images) == 2 and all(apart(each, stock["plain"]) < TOLERANCE for each in images)
         status = clean(webui)
-        print(f"after {delay} s: given up within {waited:.2f} s, {ready(webui)['state']}; {status['reasons_since_start']}")
+        print(f"after {delay} s: given up within {waited:.2f} s, {ready(webui)['state']}; {status['reasons']}")
         # it may have been ready already
         assert ready(webui)["state"] in ("cancelled", "done") and waited < 10
