@@ -1,9 +1,9 @@
 """Seconds of the first image's steps after a start, with and without *Prepare the last size after the start*.
 
-    python -m benchmarks.ahead --model sd15 --size 512x512 --json FILE
+    python -m benchmarks.ahead --json FILE
 
 Each case is a process that has loaded its model and is idle for at most IDLE seconds. Processes load next to each other
-and measure one after the other. The cases:
+and measure one after the other. Without a GPU it shows that it works. The cases:
 
 - original: without the extension
 - cold: with it, no kernel compiled yet, nothing prepared; keeps its call for the next ones
@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import torch
 
 from benchmarks import records
-from sfast_ext import Config, accelerate
+from sfast_ext import Config, accelerate, environment
 from sfast_ext.hooks import Hooks
 from sfast_ext.jobs import ahead
 from sfast_ext.jobs.ahead import Ahead
@@ -59,9 +59,13 @@ class _Idle:
     version = "0"
 
     def __init__(self, model: str, device: torch.device) -> None:
-        self.unet = models.random_unet(model, dtype=torch.float16, device=device)
+        self.on_gpu = device.type == "cuda"
+        dtype = torch.float16 if self.on_gpu else torch.float32
+        self.unet = models.random_unet(model, dtype=dtype, device=device)
+        ahead.GPU_ALONE = self.on_gpu
         self._lock, self.waiters, self._interrupted = threading.Lock(), 0, False
-        self.accelerator = accelerate(self.unet, Config(), hooks=Hooks(interrupted=lambda: self._interrupted))
+        hooks = Hooks(interrupted=lambda: self._interrupted)
+        self.accelerator = accelerate(self.unet, Config(allow_cpu=True), hooks=hooks)
         self.report = self.accelerator.report
         self.jobs = Jobs(self.report, self.queue, lambda: self._interrupted, self._interrupt)
         self.ahead = Ahead(self, Rehearsals(self, self.jobs), lambda: self.waiters > 0)
@@ -107,6 +111,11 @@ class _Idle:
         """Never."""
         return False
 
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
     def image(self, width: int, height: int) -> tuple[list[float], float]:
         """Seconds of each step, and the relative error of the last one."""
         args, kwargs = models.unet_inputs(self.unet, width, height)
@@ -117,7 +126,7 @@ class _Idle:
             for _ in range(STEPS):
                 began = time.perf_counter()
                 made = self.unet(*args, **kwargs)[0]
-                torch.cuda.synchronize()
+                self.synchronize()
                 took.append(round(time.perf_counter() - began, 3))
             wanted = self.accelerator.run_original(*args, **kwargs)[0].float()
         self.ahead.remember()
@@ -126,10 +135,10 @@ class _Idle:
 
 def case(name: str, model: str, width: int, height: int) -> dict[str, Any]:
     """Loads the model, says so, waits for a line, and measures."""
-    idle = _Idle(model, torch.device("cuda"))
+    idle = _Idle(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if name == "original":
         idle.accelerator.release()
-    torch.cuda.synchronize()
+    idle.synchronize()
     print("loaded", flush=True)
     sys.stdin.readline()
     began = time.perf_counter()
@@ -153,8 +162,8 @@ def case(name: str, model: str, width: int, height: int) -> dict[str, Any]:
 def main() -> None:
     """Measure all cases and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="sd15")
-    parser.add_argument("--size", default="512x512")
+    parser.add_argument("--model", default="sd15" if torch.cuda.is_available() else "tiny-sd15")
+    parser.add_argument("--size", default="512x512" if torch.cuda.is_available() else "64x64")
     parser.add_argument("--cases", default=";".join(CASES), help="with semicolons between them; the first is cold")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -167,7 +176,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="sfast-ahead-") as folder:
         found = _measured(given, Path(folder))
     if given.json:
-        records.write(given.json, {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **found})
+        records.write(given.json, {"gpu": environment.describe()["gpu"], "torch": torch.__version__, **found})
 
 
 def _measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""*Prepare the last size after the start* in AUTOMATIC1111: the first image finds its plan and is the same. One that begins
-while the plan is made waits for nothing."""
+"""*Prepare the last size after the start* in AUTOMATIC1111: the first image finds its plan and is the same. One that
+begins while the plan is made waits for nothing."""
 
 from __future__ import annotations
 
