@@ -210,7 +210,8 @@ LOG_LEVEL = Setting(
 )
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
 
-ALL = (SETTINGS[0], PRESET, *SETTINGS[1:], LOG_LEVEL)
+ENABLED = SETTINGS[0]
+ALL = (ENABLED, PRESET, *SETTINGS[1:], LOG_LEVEL)
 """In the order of the page."""
 KEYS = tuple(setting.key for setting in ALL)
 WORDS = {PRESET.key: SAME, LOG_LEVEL.key: "normal"}
