@@ -51,8 +51,8 @@
         const labels = rows.map((row) => row.label);
         const known = (each) => labels.every((label) => rowsOf(each).some((row) => row.label === label));
         const before = measurements.slice(0, -1).reverse().find((each) => alike(each, last) && known(each));
-        const earlier = (label) => rowsOf(before).find((row) => row.label === label).ms_after;
-        const most = Math.max(...rows.flatMap((row) => [row.ms_before, row.ms_after, before ? earlier(row.label) : 0]));
+        const earlier = (label) => rowsOf(before).find((row) => row.label === label);
+        const most = Math.max(...rows.flatMap((row) => [row.ms_before, row.ms_after, before ? earlier(row.label).ms_after : 0]));
         const chart = add(parent, 'div', undefined, 'sfast-bars');
         addParts(chart, 'p', ['The last measurement', '·', 'milliseconds a step'], 'sfast-strong');
         rows.forEach((row) => {
@@ -60,7 +60,8 @@
             bar(chart, 'Original', row.ms_before, most, 'sfast-before');
             bar(chart, 'Stable Fast', row.ms_after, most, 'sfast-after', row.ms_before / row.ms_after);
             if (before) {
-                bar(chart, 'Last time', earlier(row.label), most, 'sfast-earlier', row.ms_before / earlier(row.label));
+                const was = earlier(row.label);
+                bar(chart, 'Last time', was.ms_after, most, 'sfast-earlier', was.ms_before / was.ms_after);
             }
         });
         if (before) {

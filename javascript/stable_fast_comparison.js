@@ -23,8 +23,8 @@
         if (!found.same_request) {
             add(parent, 'p', 'The prompt or the seed is chosen at random for each image: these two cannot be compared.', 'sfast-note');
         } else if (typeof mean === 'number') {
-            const digits = mean < 0.1 ? 4 : 2;
-            addParts(parent, 'p', ['Mean difference of the pixels:', mean.toFixed(digits), 'of 255', '·', 'largest:', largest, 'of 255']);
+            const said = String(Number(mean.toPrecision(2)));
+            addParts(parent, 'p', ['Mean difference of the pixels:', said, 'of 255', '·', 'largest:', largest, 'of 255']);
         }
     }
 
@@ -35,7 +35,8 @@
         const {add, addParts} = stableFast;
         const box = add(parent, 'div', undefined, 'sfast-comparison');
         if (typeof found.times === 'number') {
-            addParts(box, 'p', [`${found.times.toFixed(1)}×`, found.times < 1 ? 'as fast' : 'faster'], 'sfast-headline');
+            const times = [`${found.times.toFixed(1)}×`, found.times < 1 ? 'as fast' : 'faster'];
+            addParts(box, 'p', [...times, 'for a whole image'], 'sfast-headline');
         }
         difference(box);
         if (found.accelerated.reason) {

@@ -55,8 +55,9 @@ def test_what_is_of_another_model_or_card_is_not_next_to_it(other):
 
 
 def test_the_one_before_is_next_to_it_with_its_versions():
-    shown = opened(measured(row(after=20.0), when="2026-10-01T09:00:00", driver="570.9"), measured(row()))
-    assert "Last time|20.0 ms|1.6×" in shown["job"]
+    shown = opened(measured(row(before=60.0, after=20.0), when="2026-10-01T09:00:00", driver="570.9"), measured(row()))
+    # by its own original, which another driver makes another
+    assert "Last time|20.0 ms|3.0×" in shown["job"]
     assert "Last time:|2026-10-01|driver|570.9|torch|2.11|Stable Fast|1" in shown["job"]
     # one that lacks a size does not count
     shown = opened(measured(row("768x768, 1 image")), measured(row()))
@@ -148,7 +149,7 @@ FOUND = {
 
 def test_two_images_are_shown_with_their_difference_and_their_times():
     shown = opened(comparison=FOUND)
-    assert "4.0×|faster|Mean difference of the pixels:|0.0123|of 255|·|largest:|3|of 255" in shown["job"]
+    assert "4.0×|faster|for a whole image|Mean difference of the pixels:|0.0123|of 255|·|largest:|3|of 255" in shown["job"]
     assert "With Stable Fast|·|0.50 s" in shown["job"] and "Without Stable Fast|·|2.00 s" in shown["job"]
     assert shown["images"] == [f"./sfast/v1/comparison/{name}.png" for name in ("accelerated", "original")]
 

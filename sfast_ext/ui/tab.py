@@ -169,8 +169,8 @@ def _fault(*texts: str, field: str = "") -> str:
         field: what was written wrong; the page puts the cursor there.
     """
     said = " ".join(f"<span>{html.escape(each)}</span>" for each in texts)
-    place = f' data-field="stable_fast_{field}"' if field else ""
-    return f'<div class="sfast-error" role="alert"{place}>{said}</div>'
+    place = ' data-field="stable_fast_' + field + '"' if field else ""
+    return '<div class="sfast-error" role="alert"' + place + ">" + said + "</div>"
 
 
 def _known(component: Any, **options: Any) -> dict[str, Any]:
