@@ -4,9 +4,9 @@
     const SVG = 'http://www.w3.org/2000/svg';
     const HEIGHT = 220;
     const EDGE = {left: 44, right: 14, top: 34, bottom: 26};
-    // pixels that a date and the name of a version take, in the text of the chart
+    // pixels that a date, and at most a letter, takes in the text of the chart
     const DATE = 84;
-    const NAME = 96;
+    const LETTER = 7;
     const STATED = [['driver', 'driver'], ['torch', 'torch'], ['version', 'Stable Fast']];
 
     function drawn(parent, tag, attributes, text) {
@@ -119,10 +119,11 @@
             const at = (x(index) + x(index + 1)) / 2;
             drawn(svg, 'line', {x1: at, x2: at, y1: EDGE.top - 4, y2: HEIGHT - EDGE.bottom, class: 'sfast-change'});
             const [[key, name]] = other;
-            const begins = Math.min(at + 2, width - EDGE.right - NAME);
+            const text = `${name} ${point[key] || '–'}`;
+            const begins = Math.min(at + 2, width - EDGE.right - LETTER * text.length);
             if (begins >= free) {
-                drawn(svg, 'text', {x: begins, y: EDGE.top - 8}, `${name} ${point[key] || '–'}`);
-                free = begins + NAME + 6;
+                drawn(svg, 'text', {x: begins, y: EDGE.top - 8}, text);
+                free = begins + LETTER * (text.length + 1);
             }
         });
     }
@@ -179,8 +180,9 @@
         const legend = add(box, 'p', undefined, 'sfast-legend');
         [['sfast-before', 'Original'], ['sfast-after', 'Stable Fast'], ['sfast-other', 'another driver or version']]
             .forEach(([kind, name]) => {
-                add(legend, 'span', undefined, `sfast-key ${kind}`);
-                add(legend, 'span', name);
+                const pair = add(legend, 'span');
+                add(pair, 'span', undefined, `sfast-key ${kind}`);
+                add(pair, 'span', name);
             });
     }
 
