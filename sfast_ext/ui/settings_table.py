@@ -160,9 +160,9 @@ SETTINGS = (
     Setting(
         "sfast_check",
         "check",
-        "Compare plans with the WebUI's own forward",
-        "first use: one extra call for each new plan; a plan that differs is discarded. always: every call runs twice, "
-        "for troubleshooting. never: no extra call, plans are not checked",
+        "Compare steps with the WebUI's own",
+        "first use: one extra step for each new size; a size whose result differs is not accelerated. always: every step "
+        "runs twice, for troubleshooting. never: no extra step, nothing is checked",
         group=EXPERT,
         choices=tuple(CHECK_LABELS),
         infotext="Stable Fast check",
@@ -171,7 +171,7 @@ SETTINGS = (
         "sfast_tolerance",
         "tolerance",
         "Maximum relative error in that comparison",
-        "Half-precision rounding stays well below the default. A lower value discards more plans and their speed-up. "
+        "Half-precision rounding stays well below the default. A lower value accelerates fewer sizes. "
         "A higher value accepts larger differences",
         group=EXPERT,
         slider=(0.1, 0.001),

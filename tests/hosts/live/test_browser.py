@@ -185,7 +185,7 @@ def test_nothing_of_the_tab_is_outside_of_the_screen(page: Page, width: int) -> 
     page.to_tab()
     page.page.set_viewport_size({"width": width, "height": 950})
     try:
-        why = "the GPU has too little memory left next to the model to make a plan"
+        why = "the GPU has too little memory left next to the model to prepare this size"
         reason = {"reason": f"{why}; {'x' * 90}", "reason_parts": [why, "; ", "x" * 90], "code": "out-of-memory"}
         page.page.evaluate(LONG, [{**reason, "calls": 30000, "calls_last": 30, "seconds_ago": 8.0}])
         page.until(lambda: why in page.text("#stable_fast_view"), "the reason is drawn", 10)
