@@ -149,7 +149,9 @@ FOUND = {
 
 def test_two_images_are_shown_with_their_difference_and_their_times():
     shown = opened(comparison=FOUND)
-    assert "4.0×|faster|for a whole image|Mean difference of the pixels:|0.012|of 255|·|largest:|3|of 255" in shown["job"]
+    assert "4.0×|faster|for a whole image|Mean difference of the pixels:|0.012|of 255|·|largest:|3|of 255" in (
+        shown["job"]
+    )
     assert "With Stable Fast|·|0.50 s" in shown["job"] and "Without Stable Fast|·|2.00 s" in shown["job"]
     assert shown["images"] == [f"./sfast/v1/comparison/{name}.png" for name in ("accelerated", "original")]
 

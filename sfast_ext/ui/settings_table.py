@@ -161,7 +161,7 @@ SETTINGS = (
         "sfast_check",
         "check",
         "Compare steps with the WebUI's own",
-        "first use: one extra step for each new size; a size whose result differs is not accelerated. always: every step "
+        "first use: one extra step for each new size; one whose result differs is not accelerated. always: every step "
         "runs twice, for troubleshooting. never: no extra step, nothing is checked",
         group=EXPERT,
         choices=tuple(CHECK_LABELS),

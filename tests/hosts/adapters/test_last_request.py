@@ -155,6 +155,16 @@ def test_the_switch_is_that_of_the_comparison_and_is_put_back(world, change, ena
     assert found["same_request"]
 
 
+def test_no_setting_of_a_request_of_a_grid_stays(world):
+    """SD.Next's plot restores its settings after all of its images, not after each."""
+    p = Request(steps=3)
+    p.override_settings, p.override_settings_restore_afterwards = {"sfast_tolerance": 0.07}, False
+    sys.modules["modules.processing"].process_images_inner(p)
+    before = world.opts.sfast_tolerance
+    assert compared(world)["state"] == "done"
+    assert world.opts.sfast_tolerance == before != 0.07
+
+
 def test_a_prompt_of_parts_at_random_is_not_called_the_same(world):
     world.random = True
     world.image()
