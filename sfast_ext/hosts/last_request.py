@@ -25,7 +25,8 @@ from sfast_ext.ui.settings_table import HostConfig
 
 COMPARE = "compare"
 KEY = settings_table.ENABLED.key
-LABELS = ("with Stable Fast", "without Stable Fast")
+LABELS = ("without Stable Fast", "with Stable Fast")
+"""Without it first: what it does is undone for that, and is prepared again at the end."""
 NO_IMAGE = "make one image first: it is made again, with the same seed"
 NONE_MADE = "the WebUI made no image"
 
@@ -95,10 +96,10 @@ class LastRequest:
         made: list[Made] = []
 
         def step(number: int) -> Row | None:
-            made.append(self.again(number == 0))
-            if number == 0 and made[0].steps["prepared"] and not jobs.stopped():
+            made.append(self.again(number == 1))
+            if made[number].steps["prepared"] and not jobs.stopped():
                 # what it is compared with has nothing to prepare
-                made[0] = self.again(True)
+                made[number] = self.again(True)
             if jobs.stopped():
                 return None
             return {"label": LABELS[number], "ready": True, "reason": made[number].reason}
@@ -108,7 +109,8 @@ class LastRequest:
             yield step
 
         def end(_job: Job) -> None:
-            self._found = compared(*made)
+            original, accelerated = made
+            self._found = compared(accelerated, original)
 
         return jobs.start(COMPARE, LABELS, begin, end)
 

@@ -114,7 +114,7 @@ def sizes_are_prepared_measured_and_cancelled(page):
 def the_last_image_is_compared(page):
     page.click("stable_fast_compare")
     assert page.shown("stable_fast_told") == ""
-    assert [row["label"] for row in job(page, "done")["rows"]] == ["with Stable Fast", "without Stable Fast"]
+    assert [row["label"] for row in job(page, "done")["rows"]] == ["without Stable Fast", "with Stable Fast"]
     shown = drawn(page)["job"]
     assert "2.1×|faster" in shown and "Mean difference of the pixels:|0.0" in shown and "of 255" in shown
     assert "With Stable Fast|·" in shown and "Without Stable Fast|·" in shown

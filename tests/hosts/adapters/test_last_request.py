@@ -100,11 +100,11 @@ def test_both_images_are_those_of_the_last_request_and_nothing_is_saved(world):
     first = world.made[-1]
     job = compared(world)
     assert job["state"] == "done" and [row["label"] for row in job["rows"]] == list(LABELS), job
-    accelerated, original = world.made[-2:]
-    for p in (accelerated, original):
+    original, preparing, accelerated = world.made[-3:]
+    for p in (original, preparing, accelerated):
         assert p is not first and p.seed == 77 and p.subseed == 5 and p.prompt == "a dog" and p.n_iter == 1
         assert p.do_not_save_samples and p.do_not_save_grid and p.closed == 1
-    assert [p.override_settings[KEY] for p in (accelerated, original)] == [True, False]
+    assert [p.override_settings[KEY] for p in (original, preparing, accelerated)] == [False, True, True]
     found = world.session.last_request.compared().told
     assert found["accelerated"]["steps"] == {"accelerated": 3, "prepared": 0, "original": 0}
     assert found["original"]["steps"] == {"accelerated": 0, "prepared": 0, "original": 0}
@@ -116,13 +116,27 @@ def test_both_images_are_those_of_the_last_request_and_nothing_is_saved(world):
     assert status()["enabled"] and status()["last_error"] is None
 
 
-def test_what_had_to_be_prepared_is_made_once_more(world):
+def test_the_size_is_ready_after_it(world):
     world.image()
-    world.session.drop_plans()
+    assert compared(world)["state"] == "done"
+    captures = count("captures")
+    world.image()
+    assert count("captures") == captures and status()["last_pass"] == {"accelerated": 3, "bypassed": 0, "prepared": 0}
+
+
+def test_what_needed_no_preparation_is_made_once(world, monkeypatch):
+    world.image()
+    own = world.session.last_request.again
+
+    def again(accelerated):
+        made = own(accelerated)
+        made.steps["prepared"] = 0
+        return made
+
+    monkeypatch.setattr(world.session.last_request, "again", again)
     before = len(world.made)
     assert compared(world)["state"] == "done"
-    assert len(world.made) == before + 3
-    assert world.session.last_request.compared().told["accelerated"]["steps"]["prepared"] == 0
+    assert len(world.made) == before + 2
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -312,10 +326,10 @@ def test_a_host_of_diffusers_is_compared_as_well(sdnext, monkeypatch):
     monkeypatch.setattr(sdnext.processing, "process_images", process_images)
     job = compared(SimpleNamespace(session=session))
     assert job["state"] == "done", job
-    assert requests[0] == (True, 3) and requests[-1] == (False, 3)
+    assert requests[0] == (False, 3) and requests[-1] == (True, 3)
     found = session.last_request.compared().told
     assert found["accelerated"]["steps"]["accelerated"] > 0 and found["original"]["steps"]["accelerated"] == 0
-    assert found["largest_difference"] == len(requests) - (2 if len(requests) == 3 else 1)
+    assert found["largest_difference"] == len(requests) - 1
 
 
 def test_what_is_forced_counts_over_what_a_request_has_chosen():
