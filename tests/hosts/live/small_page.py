@@ -191,12 +191,20 @@ class Small(Session):
         self.last_request = LastRequest(self)
         self.shown = json.loads(Path(SHOWS).read_text(encoding="utf-8")) if SHOWS else None
         if self.shown is not None:
+            self.show()
             self.rehearsals.measurements.all = lambda: self.shown["measurements"]  # type: ignore[method-assign]
         settings.register(shared.opts, OptionInfo)
 
     def status(self, names: bool = True) -> dict[str, Any]:
         """What is shown, or what the session has."""
         return super().status(names) if self.shown is None else dict(self.shown["status"])
+
+    def show(self) -> None:
+        """Show what the file holds as it was right after its last image."""
+        plans = [plan for each in self.shown["status"]["accelerators"] for plan in each.get("plans", ())]
+        late = time.time() - 1 - max(plan["used_at"] for plan in plans if plan["used_at"])
+        for plan in plans:
+            plan["used_at"] = plan["used_at"] and plan["used_at"] + late
 
     def host_version(self) -> str:
         """Gradio's."""
