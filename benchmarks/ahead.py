@@ -140,7 +140,8 @@ def case(name: str, model: str, width: int, height: int) -> dict[str, Any]:
         idle.accelerator.release()
     idle.synchronize()
     print("loaded", flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():
+        os._exit(1)  # who has started it is gone
     began = time.perf_counter()
     found: dict[str, Any] = {}
     if name in ("ahead", "ahead, cold", "interrupted"):
