@@ -9,7 +9,7 @@
         cancelled: 'Cancelled',
         failed: 'Failed'
     };
-    const KINDS = {prepare: 'Prepare', measure: 'Measure'};
+    const KINDS = {prepare: 'Prepare', measure: 'Measure', compare: 'Compare'};
     const ROWS = ['Size', 'Original, ms', 'Stable Fast, ms', 'Times faster', 'Result'];
     const KEPT = ['Date', 'Size', 'Original, ms', 'Stable Fast, ms', 'Times faster', 'Driver', 'torch', 'Version', 'Card', 'Model'];
     let view = null;
@@ -17,6 +17,8 @@
     let shown;
     let kept = [];
     let open = false;
+    // of the curve: another size than that of the last measurement
+    let chosen;
 
     function fixed(value) {
         return typeof value === 'number' ? value.toFixed(1) : '–';
@@ -66,7 +68,7 @@
         if (job.message) {
             add(view, 'p', job.message, job.state === 'failed' ? 'sfast-error' : '');
         }
-        if (job.rows.length > 0) {
+        if (job.rows.length > 0 && job.kind !== 'compare') {
             table(view, ROWS, job.rows.map((row) => [
                 sized(row.label), fixed(row.ms_before), fixed(row.ms_after), fixed(row.speedup), result(row)
             ]));
@@ -99,6 +101,12 @@
             if (shown) {
                 progress(shown);
             }
+            stableFastComparison.draw(view);
+            stableFastCharts.bars(view, kept);
+            stableFastCharts.curve(view, kept, chosen, (key) => {
+                chosen = key;
+                draw();
+            });
             history();
         });
     }
@@ -111,6 +119,7 @@
         } catch (error) {
             kept = [];
         }
+        await stableFastComparison.load();
         draw();
     }
 
@@ -138,6 +147,24 @@
         }
     }
 
+    // the cursor goes to the field that a fault names; the page draws the fault a moment after the event
+    function toFault() {
+        setTimeout(() => {
+            const fault = document.querySelector('#stable_fast_told .sfast-error[data-field]');
+            const named = fault && document.querySelector(`#${fault.dataset.field} :is(textarea, input)`);
+            document.querySelectorAll('[id^="stable_fast_"] [aria-invalid]').forEach((each) => each.removeAttribute('aria-invalid'));
+            if (named) {
+                named.setAttribute('aria-invalid', 'true');
+                named.focus();
+                if (named.select && named.type !== 'checkbox') {
+                    named.select();
+                }
+            }
+        }, 100);
+    }
+
+    window.stableFastJobs = {toFault};
+
     onUiLoaded(() => {
         view = view || document.getElementById('stable_fast_job');
         if (!view || view.dataset.ready) {
@@ -152,5 +179,13 @@
                 load();
             }
         }).observe(view.parentElement);
+        // the curve is as wide as the page
+        let width = window.innerWidth;
+        window.addEventListener('resize', () => {
+            if (window.innerWidth !== width) {
+                width = window.innerWidth;
+                draw();
+            }
+        });
     });
 })();

@@ -1,4 +1,4 @@
-// Names for screen readers: gradio gives none to numbers next to sliders and to the chart.
+// Names for screen readers: gradio gives none to numbers next to sliders.
 
 (function() {
     function nameNumbers() {
@@ -12,20 +12,5 @@
         });
     }
 
-    function nameChart() {
-        document.querySelectorAll('#stable_fast_plot img').forEach((image) => {
-            image.alt = 'Bars of the last measurement. Its numbers are in the table.';
-        });
-    }
-
-    function start() {
-        nameNumbers();
-        const plot = document.getElementById('stable_fast_plot');
-        if (plot) {
-            // a chart is drawn long after the page
-            new MutationObserver(nameChart).observe(plot, {childList: true, subtree: true});
-        }
-    }
-
-    onUiLoaded(start);
+    onUiLoaded(nameNumbers);
 })();

@@ -45,13 +45,6 @@
         return typeof time === 'number' ? seconds(Date.now() / 1000 - time) : ['–'];
     }
 
-    function bar(parent, name, value, most, kind) {
-        const row = stableFast.add(parent, 'div', undefined, `sfast-bar ${kind}`);
-        stableFast.add(row, 'span', name);
-        stableFast.add(row, 'div').style.width = `${Math.round(60 * value / most)}%`;
-        stableFast.add(row, 'span', `${value.toFixed(1)} ms`);
-    }
-
     function now(status) {
         const {add, addParts, addPieces} = stableFast;
         const head = addParts(view, 'p', ['Stable Fast', status.version, '·', status.enabled ? 'on' : 'off', '·']);
@@ -75,8 +68,8 @@
             const times = [`${plan.ms_before.toFixed(1)} → ${plan.ms_after.toFixed(1)}`, 'ms a step'];
             addParts(view, 'p', [...stableFast.sized(plan.label), '·', ...times]);
             const most = Math.max(plan.ms_before, plan.ms_after);
-            bar(view, 'Original', plan.ms_before, most, 'sfast-before');
-            bar(view, 'Stable Fast', plan.ms_after, most, 'sfast-after');
+            stableFastCharts.bar(view, 'Original', plan.ms_before, most, 'sfast-before');
+            stableFastCharts.bar(view, 'Stable Fast', plan.ms_after, most, 'sfast-after');
             add(view, 'p', 'Both were measured with this image’s own data when its size was prepared.', 'sfast-weak');
         }
         const {gpu, torch} = status.environment;

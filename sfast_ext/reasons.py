@@ -190,20 +190,21 @@ FORWARD_OF_PART = Kind("another-extension", "{} is in place of the forward of {}
 UNKNOWN_VALUE = Kind("unknown-value", "the forward can read {}, a {} {}")
 
 DICT_KEYS = Kind("arguments", "{} is a dict with keys that are neither text nor integers")
-NO_INPUT = Kind("arguments", "{} is a {}, which a plan cannot take as an input")
+NO_INPUT = Kind("arguments", "{} is a {}, which an accelerated step cannot take as an input")
 NOT_PLAIN = Kind("arguments", "{} is a {} with layout {}, not a plain tensor")
 ON_META = Kind("arguments", "{} is on the meta device")
 ELSEWHERE = Kind("arguments", "{} is on {}, the model on {}")
 SAME_LIST = Kind("arguments", "the same list is there twice among its arguments, and its forward changes it")
 CHANGES_ARGUMENT = Kind("arguments", "its forward changes {}, one of its arguments")
-ARGUMENT_CHANGES = Kind("changes-again", "an argument changes at each step, no plan is made for each of its values: {}")
+ARGUMENT_CHANGES = Kind("changes-again",
+    "an argument changes at each step, and its values cannot all be prepared: {}")
 MODEL_CHANGES = Kind("changes-again",
-    "what the model computes changes again and again: a plan is made when it stays the same")
+    "what the model computes changes again and again: it is prepared when it stays the same")
 
 NEW_KIND = Kind("new-size",
-    "this size, number of images or length of the prompt is new: a plan is made when it is used again, or once it pays")
+    "this size, number of images or length of the prompt is new: it is prepared when it is used again, or once that pays")
 
-WEIGHTS_ON = Kind("weights-elsewhere", "the weights are on {}, the plans on {}")
+WEIGHTS_ON = Kind("weights-elsewhere", "the weights are on {}, what was prepared for them on {}")
 WEIGHTS_SPLIT = Kind("weights-elsewhere", "some weights are on {}, others on {}")
 WEIGHTS_GIVEN_BACK = Kind("weights-elsewhere", "the memory of the weights was given back to the host")
 WEIGHTS_REPLACED = Kind("weights-elsewhere", "the weights were replaced while another thread ran the original forward")
@@ -216,7 +217,7 @@ WEIGHT_EXCHANGED = Kind("weights-changed", "the memory of {} was exchanged")
 WEIGHT_SHARED = Kind("weights-changed", "the memory of {} is still in use by others")
 WEIGHT_UNTIED = Kind("weights-changed", "{} is no longer shared between modules")
 WEIGHT_TIED = Kind("weights-changed", "{} is now the tensor of {}")
-WEIGHTS_RESTORED = Kind("weights-changed", "the weights were laid back while a plan was made")
+WEIGHTS_RESTORED = Kind("weights-changed", "the weights were laid back while a size was prepared")
 
 KEEPS_STATE = Kind("state", "its forward keeps state between calls, in {}")
 WRITES_WEIGHT = Kind("state", "its forward writes to a weight or a buffer ({})")
@@ -243,16 +244,17 @@ BIAS_DTYPE = Kind("cannot-be-recorded", "{} is called with a bias a tensor of {}
     "none, a tensor of floats and LowerTriangularMask can be recorded")
 BIAS_CLASS = Kind("cannot-be-recorded", "{} is called with a bias of class {}", BIAS_DTYPE.remedy)
 
-INACCURATE = Kind("different-picture", "its plan differs from the original by {:.2g}, more than the tolerance of {:g}")
+INACCURATE = Kind("different-picture",
+    "the accelerated step differs from the original by {:.2g}, more than the tolerance of {:g}")
 UNEXPLAINED = Kind("different-picture",
-    "its plan differs from the original by {:.2g}, more than rounding explains ({:.2g})")
-SLOWER = Kind("slower", "its plan is slower than the original ({:.1f} ms against {:.1f} ms)")
-NO_ROOM = Kind("out-of-memory", "the GPU has too little memory left next to the model to make a plan")
-NO_ROOM_FOR_WEIGHTS = Kind("out-of-memory", "the GPU has no memory left for the weights that plans read")
-BUILD_NO_MEMORY = Kind("out-of-memory", "no plan could be built: {}: {}")
-PLAN_NO_MEMORY = Kind("out-of-memory", "its plan failed: {}: {}")
-BUILD_FAILED = Kind("failed", "no plan could be built: {}: {}")
-PLAN_FAILED = Kind("failed", "its plan failed: {}: {}")
+    "the accelerated step differs from the original by {:.2g}, more than rounding explains ({:.2g})")
+SLOWER = Kind("slower", "the accelerated step is slower than the original ({:.1f} ms against {:.1f} ms)")
+NO_ROOM = Kind("out-of-memory", "the GPU has too little memory left next to the model to prepare this size")
+NO_ROOM_FOR_WEIGHTS = Kind("out-of-memory", "the GPU has no memory left for the weights as accelerated steps read them")
+BUILD_NO_MEMORY = Kind("out-of-memory", "this size could not be prepared: {}: {}")
+PLAN_NO_MEMORY = Kind("out-of-memory", "the accelerated step failed: {}: {}")
+BUILD_FAILED = Kind("failed", "this size could not be prepared: {}: {}")
+PLAN_FAILED = Kind("failed", "the accelerated step failed: {}: {}")
 
 EIGHT_BITS_CARD = Kind("eight-bits",
     "8 bits are not used: the GPU has compute capability {}, and they take 7.5 or later")
@@ -265,6 +267,6 @@ EIGHT_BITS_LAYERS = Kind("eight-bits", "8 bits are not used: at this size no lay
 EIGHT_BITS_VALUES = Kind("eight-bits", "8 bits are not used: values of this call are not finite")
 EIGHT_BITS_ROOM = Kind("eight-bits", "8 bits are not used: the GPU has too little memory for a second copy of weights")
 EIGHT_BITS_REFUSED = Kind("eight-bits", "8 bits are not used: {}")
-EIGHT_BITS_FAILED = Kind("eight-bits", "8 bits are not used: no plan could be built: {}: {}")
+EIGHT_BITS_FAILED = Kind("eight-bits", "8 bits are not used: this size could not be prepared with them: {}: {}")
 
 TABLE = rows(list(globals().values()))

@@ -168,7 +168,7 @@ def test_a_kernel_that_fails_costs_that_kernel(name, monkeypatch, kernels_on_the
     assert pair.runs == CALLS - 1 and captures.times == len(fail) + 1 and fault.times == len(fail)
     assert pair.counter("kernels_disabled") == len(fail) and not pair.counter("errors")
     assert pair.acc.status()["kernels_disabled"] == dict.fromkeys(fail, "Injected: injected")
-    assert f"{name} is disabled, plans are made without it: Injected: injected" in pair.words()
+    assert f"{name} is disabled, and steps run without it: Injected: injected" in pair.words()
     (plan,) = pair.acc.plans.values()
     assert not any(plan.fused[each] for each in fail)
     # nor is it tried for another size

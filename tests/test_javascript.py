@@ -29,6 +29,7 @@ class Element {
     }
     set innerHTML(text) { throw new Error('innerHTML is never set'); }
     get parentElement() { return this.parent || null; }
+    get clientWidth() { return 400; }
     get isConnected() { return this === body || Boolean(this.parent && this.parent.isConnected); }
     get previousElementSibling() {
         const all = this.parent ? this.parent.children : [];
@@ -82,6 +83,7 @@ const body = new Element('body');
 const on = {};
 globalThis.document = {
     createElement: (tag) => new Element(tag),
+    createElementNS: (space, tag) => new Element(tag),
     createTextNode: (text) => Object.assign(new Element('#text'), {text}),
     getElementById: (id) => body.all().find((each) => each.id === id) || null,
     querySelectorAll: (selector) => body.querySelectorAll(selector),
@@ -128,7 +130,9 @@ const fetched = [];
 globalThis.fetch = async(url) => {
     fetched.push(url);
     const ok = typeof status === 'object' && status !== null;
-    return {ok, status: status ?? 404, json: async() => (url.endsWith('measurements') ? status.measurements : status)};
+    const part = ['measurements', 'comparison'].find((name) => url.endsWith(name));
+    const answer = part === 'comparison' ? {comparison: status.comparison || null} : part ? status[part] : status;
+    return {ok, status: status ?? 404, json: async() => answer};
 };
 const settle = () => new Promise((resolve) => setImmediate(resolve));
 const badges = () => body.all().filter((each) => each.className === 'sfast-badge');
@@ -174,10 +178,10 @@ STATUS = {
 
 
 def run(script, status=STATUS, background="rgb(17, 24, 39)"):
-    """What a script reports of the page, once both files are loaded into it."""
+    """What a script reports of the page, once its files are loaded into it."""
     if NODE is None:
         pytest.skip("node is not installed")
-    files = [f"stable_fast{name}.js" for name in ("", "_jobs", "_names", "_settings", "_tab")]
+    files = [f"stable_fast{name}.js" for name in ("", "_charts", "_comparison", "_jobs", "_names", "_settings", "_tab")]
     sources = "".join((ROOT / "javascript" / file).read_text(encoding="utf-8") for file in files)
     told = f"(async() => {{ const shown = {{}}; await start(); {script}; console.log(JSON.stringify(shown)); }})();"
     result = subprocess.run(
@@ -429,7 +433,9 @@ def test_plans_are_sorted_by_any_column_and_the_focus_stays():
 
 def test_the_tab_asks_when_it_is_opened():
     shown = run("observers.forEach((each) => each([{isIntersecting: true}])); await settle(); shown.urls = fetched;")
-    assert shown["urls"] == ["./sfast/v1/status", "./sfast/v1/measurements", "./sfast/v1/status"]
+    assert shown["urls"] == [
+        "./sfast/v1/status", "./sfast/v1/measurements", "./sfast/v1/status", "./sfast/v1/comparison"
+    ]  # fmt: skip
 
 
 def test_without_a_gpu_that_is_said_and_no_number():

@@ -70,12 +70,15 @@ def test_a_reason_of_the_core_names_no_host():
 @pytest.mark.parametrize(
     ("reason", "text"),
     [
-        (reasons.INACCURATE(0.03, 0.02), "its plan differs from the original by 0.03, more than the tolerance of 0.02"),
+        (
+            reasons.INACCURATE(0.03, 0.02),
+            "the accelerated step differs from the original by 0.03, more than the tolerance of 0.02",
+        ),
         (
             reasons.UNEXPLAINED(float("inf"), 1e-5),
-            "its plan differs from the original by inf, more than rounding explains (1e-05)",
+            "the accelerated step differs from the original by inf, more than rounding explains (1e-05)",
         ),
-        (reasons.SLOWER(5.04, 4.9), "its plan is slower than the original (5.0 ms against 4.9 ms)"),
+        (reasons.SLOWER(5.04, 4.9), "the accelerated step is slower than the original (5.0 ms against 4.9 ms)"),
         (reasons.READS_TENSOR([2, 77]), "its forward reads a tensor [2, 77] that is neither an argument nor a weight"),
         (reasons.READS_TENSOR("Foo"), "its forward reads a tensor Foo that is neither an argument nor a weight"),
         (reasons.WEIGHTS_SPLIT("cpu", torch.device("cuda", 1)), "some weights are on cpu, others on cuda:1"),
@@ -104,7 +107,7 @@ def test_words_and_marks_are_apart():
         "a hypernetwork is active:", " ", "one; two", "; ", "remove it from the prompt to accelerate"
     ]  # fmt: skip
     assert reasons.INACCURATE(0.5, 0.25).pieces() == [
-        "its plan differs from the original by", " ", "0.5", ", ", "more than the tolerance of", " ", "0.25"
+        "the accelerated step differs from the original by", " ", "0.5", ", ", "more than the tolerance of", " ", "0.25"
     ]  # fmt: skip
     assert reasons.READS_WEIGHT("q.weight").pieces() == [
         "its forward reads the value of a weight", " (", "q.weight", ") ", "as a number"

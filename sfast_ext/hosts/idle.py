@@ -16,8 +16,6 @@ from sfast_ext.ui.settings_table import HostConfig
 
 LITTLE_MEMORY = ("lowvram", "medvram", "medvram_sdxl", "always_low_vram", "always_no_vram", "always_offload_from_vram")
 """Flags of hosts with which a model is on the GPU while it runs alone."""
-GPU_ALONE = True
-"""Whether models on a CPU are left alone. Nothing would be gained."""
 
 
 class Session(Protocol):
@@ -73,7 +71,7 @@ def permitted(session: Session) -> bool:
 def install(session: Session) -> None:
     """Begin once the host serves its page, and end with the first image."""
     host = session.installation
-    ahead = Ahead(_Host(session), session.rehearsals, host_queue.waiting, gpu_alone=GPU_ALONE)
+    ahead = Ahead(_Host(session), session.rehearsals, host_queue.waiting)
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         session.guarded(ahead.image_begins)

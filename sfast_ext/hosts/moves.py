@@ -174,7 +174,7 @@ def fetch_weights(accelerator: Accelerator, place: torch.device | None, report: 
             accelerator.fetch_weights()
             return
     except Exception as exc:
-        what = f"the weights could not be moved to where plans read them, {host} moves them itself"
+        what = f"the weights could not be moved to where accelerated steps read them, {host} moves them itself"
         report.event("memory", f"{what}: {exc}")
     # in parts, to another device, or without room: the host needs the memory of the second copy
     accelerator.give_memory_back()

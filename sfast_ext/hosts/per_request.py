@@ -11,6 +11,8 @@ from sfast_ext.ui import settings, settings_table, tab
 
 NAME = "Stable Fast"
 _IGNORED = "sfast_ignored"
+FORCED = "sfast_forced"
+"""The attribute of a request with settings that count whatever it has chosen."""
 _LONGEST = 60
 
 
@@ -54,7 +56,7 @@ def apply(p: Any, chosen: Any) -> None:
             the extension. None: nothing was chosen.
     """
     values, ignored = _read(chosen)
-    p.override_settings = {**(p.override_settings or {}), **values}
+    p.override_settings = {**(p.override_settings or {}), **values, **getattr(p, FORCED, {})}
     setattr(p, _IGNORED, ignored)
 
 

@@ -35,7 +35,7 @@ class Refusal:
     def source(self) -> api.Source:
         """What the routes answer with."""
         session, refuse = self._session, refusing(str(self._why))
-        jobs = api.Jobs(refuse, refuse, lambda: False, lambda: None, list)
+        jobs = api.Jobs(refuse, refuse, lambda: False, lambda: None, list, refuse, lambda: None)
         return api.Source(
             self.status,
             lambda: bug_report.text(self.status(), {}),

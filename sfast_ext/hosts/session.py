@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 
 from sfast_ext import environment, parallel_png, preparation, reasons
 from sfast_ext.accelerator import Accelerator
-from sfast_ext.hosts import host_queue, idle, tab_actions, webui_probes, xyz
+from sfast_ext.hosts import host_queue, idle, last_request, tab_actions, webui_probes, xyz
 from sfast_ext.hosts.answers import Answers
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.eight_bits import EightBits
@@ -61,6 +61,7 @@ class Session:
         self.report.on_stage = self.show_stage
         jobs = Jobs(self.report, host_queue.queue, host_queue.interrupted, host_queue.interrupt)
         self.rehearsals = Rehearsals(self, jobs)
+        self.last_request = last_request.LastRequest(self)
         self.attachments: tuple[Attachment, ...] = ()
         """They keep accelerators on the host's networks. The status lists them in this order."""
         self.found = examine(self.PROBES) if found is None else found
@@ -175,6 +176,7 @@ class Session:
     def _answer(self) -> None:
         answers = Answers(self.report, self.attachments, self.config, self.guarded, self.eight_bits)
         self.installation.wrap("process_images_inner", answers.process)
+        self.installation.wrap("process_images_inner", self.last_request.around)
 
     def install(self, host: Installation) -> None:
         """Register the adapter's own callbacks and wrap functions of the host, by the names of its probes."""
@@ -183,6 +185,7 @@ class Session:
     def release(self) -> None:
         """Release everything. Called when the host unloads its scripts, which it may load again."""
         self.rehearsals.close()
+        self.last_request.forget()
         self.release_models()
         self.installation.undo()
 
@@ -233,13 +236,10 @@ class Session:
         """What the API and the tab answer with."""
         why = self.installation.lost.get(webui_probes.JOBS)
         refused = None if why is None else refusing(f"{webui_probes.JOBS.lost}: {why}")
-        jobs = api.Jobs(
-            refused or self.rehearsals.prepare,
-            refused or self.rehearsals.measure,
-            self.rehearsals.jobs.cancel,
-            self.rehearsals.jobs.status,
-            self.rehearsals.measurements.all,
-        )
+        made, last = self.rehearsals, self.last_request
+        prepare, measure, kept = refused or made.prepare, refused or made.measure, made.measurements.all
+        compare = refused or last.compare
+        jobs = api.Jobs(prepare, measure, made.jobs.cancel, made.jobs.status, kept, compare, last.compared)
         known = self.status, self.bug_report, self.drop_plans, jobs
         return api.Source(*known, self.api_passwords, self.api_is_on, self.subpath, self.busy)
 

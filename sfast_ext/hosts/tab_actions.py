@@ -16,5 +16,5 @@ def actions(source: api.Source) -> tab.Actions:
         shared.opts.sfast_enabled = on
         source.recent.forget()
 
-    given = source.drop, source.report, jobs.prepare, jobs.measure, jobs.cancel, jobs.measurements, switch
+    given = source.drop, source.report, jobs.prepare, jobs.measure, jobs.compare, jobs.cancel, switch
     return tab.Actions(*given, source.page_may_read)

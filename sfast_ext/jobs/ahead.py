@@ -33,6 +33,8 @@ SMALL_CARD = 23 << 29
 """Bytes of a card on which memory is left alone: 11.5 GiB, so that cards sold with 12 GB are none."""
 ROOM = 4 << 30
 """Bytes that must be free, in addition to as many as the weights take."""
+GPU_ALONE = True
+"""Whether models on a CPU are left alone. Nothing would be gained."""
 
 
 class Host(Protocol):
@@ -55,7 +57,6 @@ class Ahead:
 
     Args:
         waiting: whether somebody waits for the host's queue; None if the host does not tell.
-        gpu_alone: whether models on a CPU are left alone.
     """
 
     def __init__(
@@ -64,10 +65,9 @@ class Ahead:
         rehearsals: Rehearsals,
         waiting: Callable[[], bool | None],
         kept: KeptCalls | None = None,
-        gpu_alone: bool = True,
     ) -> None:
         self._host, self._rehearsals, self._waiting = host, rehearsals, waiting
-        self._kept, self._gpu_alone = KeptCalls() if kept is None else kept, gpu_alone
+        self._kept = KeptCalls() if kept is None else kept
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._working = False
@@ -80,6 +80,12 @@ class Ahead:
         if self._thread is None and not self._over.is_set():
             self._thread = threading.Thread(target=self._run, name="sfast: ahead", daemon=True)
             self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait, at most so long, until nothing more is done. Returns whether that is so."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
 
     def end(self) -> None:
         """Begin nothing any more. What is under way ends before this returns."""
@@ -106,7 +112,7 @@ class Ahead:
         self._remembered = plan
         shapes = plan.signature.shapes()
         latent = next((shape for shape in shapes if len(shape) == 4), None)
-        if latent is None or (self._gpu_alone and plan.device.type != "cuda"):
+        if latent is None or (GPU_ALONE and plan.device.type != "cuda"):
             return
         images = words.images_of(plan.label, shapes) or 1
         wanted = Wanted(latent[3] * words.PIXELS, latent[2] * words.PIXELS, images)
@@ -161,7 +167,7 @@ class Ahead:
             return False
         (device,) = devices
         if device.type != "cuda":
-            return not self._gpu_alone and device.type == "cpu"
+            return not GPU_ALONE and device.type == "cpu"
         total = torch.cuda.get_device_properties(device).total_memory
         free = torch.cuda.mem_get_info(device)[0]
         return total >= SMALL_CARD and free >= ROOM + sum(weight.numel() * weight.element_size() for weight in weights)

@@ -155,7 +155,7 @@ class Rehearsal:
             if tally.accelerated:
                 return None
             reason = tally.reason
-        return text(reason) or "no plan was made; the report says why"
+        return text(reason) or "this size was not prepared; the report says why"
 
 
 def template(accelerator: Accelerator | None) -> Plan | None:

@@ -77,7 +77,7 @@ class Rehearsals:
 
         if self._host.config().check == "always":
             raise Refused(
-                "every call is made twice while 'Compare plans with the WebUI's own forward' is set to always: "
+                "every call is made twice while 'Compare steps with the WebUI's own' is set to always: "
                 "set it to first use in Settings > Stable Fast"
             )
         return self._start(MEASURE, wanted, Rehearsal.measure, keep)

@@ -84,7 +84,7 @@ class Failures:
         new = [name for name, reason in reasons.items() if health.disable(name, device, reason)]
         for name in new:
             report.count("kernels_disabled")
-            report.event("kernel", f"{name} is disabled, plans are made without it: {reasons[name]}")
+            report.event("kernel", f"{name} is disabled, and steps run without it: {reasons[name]}")
         return bool(new)
 
     def freed_memory_for(self, exc: Exception) -> bool:

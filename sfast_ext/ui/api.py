@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from sfast_ext.ui import help_page, permission, requests
 from sfast_ext.ui.bug_report import without_paths
+from sfast_ext.ui.comparison import Compared
 
 ROOT = "/sfast/v1"
 STATUS = f"{ROOT}/status"
@@ -19,6 +20,9 @@ STATUS_KEPT_S = 0.5
 """Seconds for which the text of a status is given again while the WebUI is at work: many who ask often take little time
 from the images."""
 REFUSED_BODIES = {413: "The body is too long", 415: "The body is not of the type application/json"}
+
+CHANGING = ("prepare", "measure", "compare", "cancel")
+"""What of `Jobs` changes something."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -33,6 +37,9 @@ class Jobs:
     cancel: Callable[[], bool]
     status: Callable[[], dict[str, Any] | None]
     measurements: Callable[[], list[dict[str, Any]]]
+    compare: Callable[[], dict[str, Any]]
+    """Makes the last image with and without the extension; raises `requests.Refused` as well."""
+    comparison: Callable[[], Compared | None]
 
 
 @dataclass
@@ -59,7 +66,7 @@ class Source:
         """The application that the routes were added to; None before that."""
         self.recent = Recent(lambda: public(self.status()), self.busy)
         self.drop = self._changing(self.drop)
-        changing = {name: self._changing(getattr(self.jobs, name)) for name in ("prepare", "measure", "cancel")}
+        changing = {name: self._changing(getattr(self.jobs, name)) for name in CHANGING}
         self.jobs = replace(self.jobs, **changing)
 
     def page_may_read(self, request: Any) -> bool:
@@ -120,7 +127,10 @@ def register(app: Any, source: Source) -> None:
             refused = refusal(request, changes)
             if refused is not None:
                 return refused
-            given = give()
+            try:
+                given = give()
+            except requests.Refused as exc:
+                return JSONResponse({"detail": json_safe(str(exc))}, status_code=409)
             return HTMLResponse(given) if as_page else JSONResponse(json_safe(given), headers=NO_STORE)
 
         # FastAPI reads the annotations of a function by the names of its module
@@ -214,11 +224,25 @@ def register(app: Any, source: Source) -> None:
             "What was measured, oldest first.",
         ),
         (
+            "comparison",
+            "GET",
+            answering(lambda: {"comparison": found.told if (found := jobs.comparison()) else None}),
+            models.LastComparison,
+            "The last image with and without the extension, as compare has made it.",
+        ),
+        (
             "drop",
             "POST",
             answering(lambda: {"dropped": source.drop()}, changes=True),
             models.Dropped,
             "Drop all plans; they are made anew.",
+        ),
+        (
+            "compare",
+            "POST",
+            answering(jobs.compare, changes=True),
+            models.Job,
+            "Make the last image again, with and without the extension.",
         ),
         (
             "cancel",
@@ -243,9 +267,21 @@ def register(app: Any, source: Source) -> None:
         path = f"{prefix}{ROOT}/{name}"
         router.add_api_route(path, answer, methods=[method], summary=words, name=f"sfast_{name}", **common, **more)
 
+    def image(request: Request) -> Any:
+        """One of the two images of the last comparison."""
+        found = jobs.comparison()
+        content = found.files.get(request.path_params["name"]) if found is not None else None
+        refused = refusal(request, False)
+        if refused is None and content is None:
+            refused = JSONResponse({"detail": "Not Found"}, status_code=404)
+        return refused or Response(content, headers=NO_STORE, media_type="image/png")
+
     for prefix in prefixes:
         # what answers; FastAPI's own route, which it describes, takes a third longer
         router.routes.append(Route(f"{prefix}{STATUS}", current, methods=["GET"], include_in_schema=False))
+        router.routes.append(
+            Route(f"{prefix}{ROOT}/comparison/{{name}}.png", image, methods=["GET"], include_in_schema=False)
+        )
         for name, method, answer, model, words in routes:
             described: dict[int, Any] = {200: {"model": model}, **unauthorized}
             add(name, answer, method, words, prefix, responses=described)

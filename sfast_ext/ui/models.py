@@ -85,9 +85,9 @@ class EightBits(BaseModel):
 class Row(BaseModel):
     """What came of one size."""
 
-    label: str = Field(..., description="size and images in words")
-    size: str = Field(..., description="width x height in pixels")
-    pictures: int = Field(..., description="made at once")
+    label: str = Field(..., description="size and images in words; compare: which of the two")
+    size: Optional[str] = Field(None, description="width x height in pixels")
+    pictures: Optional[int] = Field(None, description="made at once")
     tokens: Optional[int] = Field(None, description="length of the prompt that was asked for")
     ready: bool = Field(..., description="whether the next image of this size is accelerated from its first step on")
     reason: Optional[str] = Field(None, description="why not")
@@ -97,9 +97,9 @@ class Row(BaseModel):
 
 
 class Job(BaseModel):
-    """Work that was started by prepare or measure."""
+    """Work that was started by prepare, measure or compare."""
 
-    kind: str = Field(..., description="prepare or measure")
+    kind: str = Field(..., description="prepare, measure or compare")
     state: str = Field(..., description="waiting (for an image to end), running, done, cancelled or failed")
     done: int = Field(..., description="steps that are done")
     total: int = Field(..., description="all its steps: one for each size and number of images")
@@ -114,6 +114,33 @@ class LastJob(BaseModel):
     """The last job."""
 
     job: Optional[Job] = Field(None, description="null if none was started")
+
+
+class Side(BaseModel):
+    """One of two images."""
+
+    width: int = Field(..., description="in pixels")
+    height: int = Field(..., description="in pixels")
+    seconds: float = Field(..., description="of the whole request, with prompt and VAE")
+    steps: dict[str, int] = Field(..., description="how many were accelerated, prepared and left to the original")
+    reason: Optional[str] = Field(None, description="why steps were left to the original")
+
+
+class Comparison(BaseModel):
+    """The last image, made with and without the extension. The images: comparison/accelerated.png and original.png."""
+
+    accelerated: Side = Field(..., description="with it")
+    original: Side = Field(..., description="without it")
+    times: Optional[float] = Field(None, description="seconds without it, divided by those with it")
+    mean_difference: Optional[float] = Field(None, description="of 255; null if the images have different sizes")
+    largest_difference: Optional[int] = Field(None, description="of 255")
+    same_request: bool = Field(..., description="false if prompts or seeds are chosen at random for each image")
+
+
+class LastComparison(BaseModel):
+    """The last comparison."""
+
+    comparison: Optional[Comparison] = Field(None, description="null if there was none")
 
 
 class Measurement(BaseModel):
@@ -148,7 +175,7 @@ class Status(BaseModel):
     enabled: bool = Field(..., description="whether the setting is on")
     unserved: Optional[str] = Field(None, description="why nothing of the extension is installed in this WebUI")
     model: Optional[str] = Field(None, description="the loaded model")
-    job: Optional[Job] = Field(None, description="the job of prepare or measure that runs, or the last one")
+    job: Optional[Job] = Field(None, description="the job of prepare, measure or compare that runs, or the last one")
     badge: Badge = Field(..., description="the state in short")
     accelerators: list[dict[str, Any]] = Field(..., description="one for each network, with its plans")
     eight_bits: Optional[EightBits] = Field(None, description="what is computed in 8 bits; null if nothing can be said")

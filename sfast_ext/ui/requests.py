@@ -55,6 +55,19 @@ SCHEMA: dict[str, Any] = {
 """Of the body of a request, for the description of the API."""
 
 
+class Invalid(ValueError):
+    """What was asked for is not valid.
+
+    Args:
+        field: "sizes", "pictures" or "tokens".
+        message: names the field and what it takes.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        self.field = field
+        super().__init__(message)
+
+
 class Refused(Exception):
     """What was asked for cannot be done now. The message says what to do."""
 
@@ -112,7 +125,7 @@ def from_text(sizes: str, pictures: str, tokens: Sequence[str] = ()) -> list[Wan
     numbers = [int(each) if each.isascii() and each.isdigit() and len(each) < 5 else each for each in _split(pictures)]
     ticked = [int(each) if each.isascii() and each.isdigit() else each for each in tokens or ()]
     if not written:
-        raise ValueError("write at least one size, such as 512x512")
+        raise Invalid("sizes", "write at least one size, such as 512x512")
     return combined(written, numbers or [1], _lengths(ticked) if ticked else ())
 
 
@@ -122,10 +135,10 @@ def _split(text: str) -> list[str]:
 
 def _lengths(tokens: Any) -> list[int]:
     if not isinstance(tokens, list) or not 1 <= len(tokens) <= len(PROMPTS):
-        raise ValueError(f"tokens must be a list of 1 to {len(PROMPTS)} numbers, such as [{COUNTED}]")
+        raise Invalid("tokens", f"tokens must be a list of 1 to {len(PROMPTS)} numbers, such as [{COUNTED}]")
     for length in tokens:
         if type(length) is not int or length not in PROMPTS:
-            raise ValueError(f"tokens must be among {', '.join(map(str, PROMPTS))}; one is {_short(length)}")
+            raise Invalid("tokens", f"tokens must be among {', '.join(map(str, PROMPTS))}; one is {_short(length)}")
     return tokens
 
 
@@ -136,15 +149,16 @@ def combined(sizes: Any, pictures: Any, tokens: Sequence[int]) -> list[Wanted]:
         ValueError: see `from_body`.
     """
     if not isinstance(sizes, list) or not sizes:
-        raise ValueError('sizes must be a list of at least one size, such as ["512x512"]')
+        raise Invalid("sizes", 'sizes must be a list of at least one size, such as ["512x512"]')
     if not isinstance(pictures, list) or not pictures:
-        raise ValueError("pictures must be a list of at least one number, such as [1]")
+        raise Invalid("pictures", "pictures must be a list of at least one number, such as [1]")
     if len(sizes) * len(pictures) * max(1, len(tokens)) > MAX_COMBINATIONS:
         words = "combinations of sizes, pictures and tokens at once; these are more"
-        raise ValueError(f"at most {MAX_COMBINATIONS} {words}")
+        raise Invalid("sizes", f"at most {MAX_COMBINATIONS} {words}")
     for number in pictures:
         if type(number) is not int or not 1 <= number <= MAX_PICTURES:
-            raise ValueError(f"pictures must be whole numbers from 1 to {MAX_PICTURES}; one is {_short(number)}")
+            what = f"pictures must be whole numbers from 1 to {MAX_PICTURES}"
+            raise Invalid("pictures", f"{what}; one is {_short(number)}")
     found = [
         Wanted(*_size(size), number, length) for size in sizes for number in pictures for length in tokens or (None,)
     ]
@@ -154,11 +168,12 @@ def combined(sizes: Any, pictures: Any, tokens: Sequence[int]) -> list[Wanted]:
 def _size(size: Any) -> tuple[int, int]:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None:
-        raise ValueError(f"a size must be width x height, such as 512x768; one is {_short(size)}")
+        raise Invalid("sizes", f"a size must be width x height, such as 512x768; one is {_short(size)}")
     width, height = int(match[1]), int(match[2])
     if not all(MIN_SIDE <= side <= MAX_SIDE and side % STEP == 0 for side in (width, height)):
-        raise ValueError(
-            f"the sides of a size must be {MIN_SIDE} to {MAX_SIDE} and divisible by {STEP}; one is {width}x{height}"
+        raise Invalid(
+            "sizes",
+            f"the sides of a size must be {MIN_SIDE} to {MAX_SIDE} and divisible by {STEP}; one is {width}x{height}",
         )
     return width, height
 

@@ -170,9 +170,9 @@ SETTINGS = (
     Setting(
         "sfast_check",
         "check",
-        "Compare plans with the WebUI's own forward",
-        "first use: one extra call for each new plan; a plan that differs is discarded. always: every call runs twice, "
-        "for troubleshooting. never: no extra call, plans are not checked",
+        "Compare steps with the WebUI's own",
+        "first use: one extra step for each new size; one whose result differs is not accelerated. always: every step "
+        "runs twice, for troubleshooting. never: no extra step, nothing is checked",
         group=EXPERT,
         choices=tuple(CHECK_LABELS),
         infotext="Stable Fast check",
@@ -181,7 +181,7 @@ SETTINGS = (
         "sfast_tolerance",
         "tolerance",
         "Maximum relative error in that comparison",
-        "Half-precision rounding stays well below the default. A lower value discards more plans and their speed-up. "
+        "Half-precision rounding stays well below the default. A lower value accelerates fewer sizes. "
         "A higher value accepts larger differences",
         group=EXPERT,
         slider=(0.1, 0.001),
@@ -220,7 +220,8 @@ LOG_LEVEL = Setting(
 )
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
 
-ALL = (SETTINGS[0], PRESET, *SETTINGS[1:], LOG_LEVEL)
+ENABLED = SETTINGS[0]
+ALL = (ENABLED, PRESET, *SETTINGS[1:], LOG_LEVEL)
 """In the order of the page."""
 KEYS = tuple(setting.key for setting in ALL)
 WORDS = {PRESET.key: SAME, LOG_LEVEL.key: "normal"}

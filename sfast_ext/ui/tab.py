@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sfast_ext.ui import chart, requests
+from sfast_ext.ui import requests
 
 TITLE, KEY = "Stable Fast", "stable_fast"
 PASSWORD = (
@@ -19,7 +19,6 @@ AFRESH = (
     "<h3>Start afresh</h3> <span>Frees the GPU memory of all sizes. The next image of each takes as long as its first"
     " one did.</span>"
 )
-NO_CHART = "There is nothing to draw: no size was measured yet, or matplotlib is not installed."
 
 
 @dataclass
@@ -33,9 +32,9 @@ class Actions:
     prepare: Callable[[list[requests.Wanted]], object]
     """Starts a job, or raises `requests.Refused`."""
     measure: Callable[[list[requests.Wanted]], object]
+    compare: Callable[[], object]
+    """Starts a job that makes the last image with and without the extension."""
     cancel: Callable[[], bool]
-    measurements: Callable[[], list[dict[str, Any]]]
-    """Those that were kept, oldest first."""
     switch: Callable[[bool], object]
     """Switches the extension on or off until the host starts again."""
     may_read: Callable[[Any], bool] = lambda request: True
@@ -54,26 +53,19 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         again = "Each is made ready again when it is needed."
         return f"<span>Sizes forgotten:</span> {actions.drop()}. <span>{again}</span>"
 
-    def drawn(request: Any = None) -> tuple[Any, str]:
-        if not actions.may_read(request):
-            return gradio.update(visible=False), _fault(PASSWORD)
-        figure = chart.figure(actions.measurements())
-        return gradio.update(value=figure, visible=figure is not None), "" if figure is not None else _fault(NO_CHART)
-
     def reported(request: Any = None) -> str:
         return actions.report() if actions.may_read(request) else PASSWORD
 
     if hasattr(gradio, "Request"):
         # Gradio gives a request to an argument of this type
-        for each in (drawn, reported):
-            each.__annotations__["request"] = gradio.Request
+        reported.__annotations__["request"] = gradio.Request
     with gradio.Blocks(analytics_enabled=False) as page:
         gradio.HTML('<div id="stable_fast_view">Loading ...</div>', elem_id="stable_fast_tables")
         with gradio.Row():
             off = gradio.Button("Switch off, for a comparison", elem_id="stable_fast_off")
             on = gradio.Button("Switch on", elem_id="stable_fast_on")
             refresh = gradio.Button("Refresh", elem_id="stable_fast_refresh")
-        gradio.HTML("<h3>Prepare and measure</h3>", elem_id="stable_fast_jobs")
+        gradio.HTML("<h3>Prepare, measure and compare</h3>", elem_id="stable_fast_jobs")
         with gradio.Row():
             sizes = gradio.Textbox(
                 label="Sizes, width x height, with commas between them",
@@ -93,11 +85,10 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         with gradio.Row():
             prepare = gradio.Button("Prepare", elem_id="stable_fast_prepare")
             measure = gradio.Button("Measure", variant="primary", elem_id="stable_fast_measure")
+            compare = gradio.Button("Compare the last image with and without", elem_id="stable_fast_compare")
             cancel = gradio.Button("Cancel", elem_id="stable_fast_cancel")
-            draw = gradio.Button("Draw the last measurement", elem_id="stable_fast_chart")
         told = gradio.HTML("", elem_id="stable_fast_told")
         gradio.HTML('<div id="stable_fast_job"></div>', elem_id="stable_fast_progress")
-        plot = gradio.Plot(label="Milliseconds a step", visible=False, elem_id="stable_fast_plot")
         gradio.HTML("<h3>Report a bug</h3>", elem_id="stable_fast_bug")
         report = gradio.Button("Copy a report", elem_id="stable_fast_report")
         gradio.HTML('<div id="stable_fast_copied" role="status"></div>', elem_id="stable_fast_copied_box")
@@ -114,14 +105,14 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         gradio.HTML(AFRESH, elem_id="stable_fast_afresh")
         drop = gradio.Button("Forget all ready sizes", variant="stop", elem_id="stable_fast_drop")
         drop_told = gradio.HTML("", elem_id="stable_fast_dropped")
-        for each in (sizes, pictures, tokens, text, off, on, refresh, prepare, measure, cancel, draw, report, drop):
+        for each in (sizes, pictures, tokens, text, off, on, refresh, prepare, measure, compare, cancel, report, drop):
             # the WebUI would keep its text, or whether it is seen, in ui-config.json, also after the extension is gone
             each.do_not_save_to_config = True
 
         def after(event: Any, script: str, **more: Any) -> None:
             event.then(fn=None, **_script(refresh, script), **more)
 
-        redraw, watch = "() => { stableFast.refresh(); }", "() => { stableFast.watch(); }"
+        redraw, watch = "() => { stableFast.refresh(); }", "() => { stableFast.watch(); stableFastJobs.toFault(); }"
         refresh.click(fn=None, **_script(refresh, redraw))
         after(drop.click(fn=dropped, outputs=[drop_told], api_name=False), redraw)
         for button, wanted in ((on, True), (off, False)):
@@ -129,8 +120,8 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         for button, start in ((prepare, actions.prepare), (measure, actions.measure)):
             asked = {"inputs": [sizes, pictures, tokens], "outputs": [told], "api_name": False}
             after(button.click(fn=_starting(start), **asked), watch)
+        after(compare.click(fn=_starting_alone(actions.compare), outputs=[told], api_name=False), watch)
         after(cancel.click(fn=lambda: _cancelled(actions.cancel()), outputs=[told], api_name=False), watch)
-        draw.click(fn=drawn, outputs=[plot, told], api_name=False)
         copied = report.click(fn=reported, outputs=[text], api_name=False)
         after(copied, "(text) => { stableFast.copy(text); }", inputs=[text])
     return [(page, TITLE, KEY)]
@@ -140,7 +131,20 @@ def _starting(start: Callable[[list[requests.Wanted]], object]) -> Callable[[str
     def started(sizes: str, pictures: str, tokens: list[str]) -> str:
         try:
             start(requests.from_text(sizes, pictures, tokens))
+        except requests.Invalid as exc:
+            return _fault("Not started:", str(exc), field=exc.field)
         except (ValueError, requests.Refused) as exc:
+            return _fault("Not started:", str(exc))
+        return ""
+
+    return started
+
+
+def _starting_alone(start: Callable[[], object]) -> Callable[[], str]:
+    def started() -> str:
+        try:
+            start()
+        except requests.Refused as exc:
             return _fault("Not started:", str(exc))
         return ""
 
@@ -158,10 +162,15 @@ def _switching(switch: Callable[[bool], object], wanted: bool) -> Callable[[], s
     return switched
 
 
-def _fault(*texts: str) -> str:
-    """What could not be done, as HTML: read out at once, and seen to be no success."""
+def _fault(*texts: str, field: str = "") -> str:
+    """What could not be done, as HTML: read out at once, and seen to be no success.
+
+    Args:
+        field: what was written wrong; the page puts the cursor there.
+    """
     said = " ".join(f"<span>{html.escape(each)}</span>" for each in texts)
-    return f'<div class="sfast-error" role="alert">{said}</div>'
+    place = ' data-field="stable_fast_' + field + '"' if field else ""
+    return '<div class="sfast-error" role="alert"' + place + ">" + said + "</div>"
 
 
 def _known(component: Any, **options: Any) -> dict[str, Any]:

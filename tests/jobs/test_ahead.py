@@ -33,7 +33,7 @@ LONG = 30.0
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(idle, "GPU_ALONE", False)
+    monkeypatch.setattr(ahead, "GPU_ALONE", False)
     monkeypatch.setattr(ahead, "QUIET_S", 0.0)
     monkeypatch.setattr(ahead, "LOOK_S", 0.01)
     return tmp_path / "cache"
@@ -412,12 +412,12 @@ def test_without_a_setting_nothing_is_kept(cache):
 
 
 def test_on_a_cpu_nothing_is_kept_or_done_by_default(cache, monkeypatch):
-    monkeypatch.setattr(idle, "GPU_ALONE", True)
+    monkeypatch.setattr(ahead, "GPU_ALONE", True)
     keep()
     assert not list(cache.rglob("last_calls.json"))
-    monkeypatch.setattr(idle, "GPU_ALONE", False)
+    monkeypatch.setattr(ahead, "GPU_ALONE", False)
     keep()
-    monkeypatch.setattr(idle, "GPU_ALONE", True)
+    monkeypatch.setattr(ahead, "GPU_ALONE", True)
     with Process() as process:
         assert process.begin() is None
 
@@ -430,6 +430,7 @@ GIB = 1 << 30
     [(24, 20, True), (11.6, 9, True), (8, 7.9, False), (11, 10.9, False), (24, 3, False), (80, 5, False)],
 )
 def test_cards_without_room_are_left_alone(monkeypatch, total, free, fits):
+    monkeypatch.setattr(ahead, "GPU_ALONE", True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total * GIB))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * GIB, total * GIB))
 
@@ -556,7 +557,7 @@ def test_a_host_of_diffusers_is_ready_as_well_if_its_lock_told(sdnext, monkeypat
     captures = sdnext.captures()
     sdnext.shared.state.job = ""
     sdnext.shared.opts.sfast_ahead = True
-    ready = ahead.Ahead(idle._Host(session), session.rehearsals, host_queue.waiting, gpu_alone=False)
+    ready = ahead.Ahead(idle._Host(session), session.rehearsals, host_queue.waiting)
     ready.start()
     ready._thread.join(LONG)
     assert session.rehearsals.jobs.status()["state"] == "done"

@@ -54,6 +54,7 @@ def every() -> list[Mutation]:
         forges,
         graphs,
         hosts,
+        pages,
         probes,
         products8,
         programs,
@@ -82,6 +83,7 @@ def every() -> list[Mutation]:
         *forges.MUTATIONS,
         *files.MUTATIONS,
         *hosts.MUTATIONS,
+        *pages.MUTATIONS,
         *eight_bits.MUTATIONS,
         *texts.MUTATIONS,
     ]

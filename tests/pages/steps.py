@@ -67,6 +67,10 @@ class Page:
         """What a route of ours answers."""
         return json.loads(self._get(f"/sfast/v1/{path}", body))
 
+    def file(self, path: str) -> bytes:
+        """The same, as it is."""
+        return self._get(f"/sfast/v1/{path}")
+
     def _get(self, path: str, body: Any = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})

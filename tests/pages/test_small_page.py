@@ -48,7 +48,8 @@ def drawn(page, script=""):
         shown.tab = document.getElementById('stable_fast_view').textContent;
         shown.job = document.getElementById('stable_fast_job').textContent;
     """
-    return run(shown + script, {**page.api("status"), "measurements": page.api("measurements")})
+    kept = {**page.api("comparison"), "measurements": page.api("measurements")}
+    return run(shown + script, {**page.api("status"), **kept})
 
 
 def job(page, state):
@@ -91,9 +92,12 @@ def sizes_are_prepared_measured_and_cancelled(page):
     page.fill("stable_fast_tokens", [])
     page.click("stable_fast_measure")
     job(page, "done")
-    assert "Measurements that were kept" in drawn(page)["job"]
-    page.click("stable_fast_chart")
-    assert page.named("stable_fast_plot")["visible"] and page.shown("stable_fast_plot")["plot"].startswith("data:image")
+    shown = drawn(page)["job"]
+    assert "Measurements that were kept" in shown and "The last measurement" in shown and "14.8 ms|2.1×" in shown
+    assert "Over time" not in shown
+    page.click("stable_fast_measure")
+    job(page, "done")
+    assert "Over time|·|192×128,|1|image" in drawn(page)["job"]
     page.fill(SIZES, "256x256, 320x320, 384x384, 448x448")
     page.click("stable_fast_measure")
     job(page, "running")
@@ -104,6 +108,18 @@ def sizes_are_prepared_measured_and_cancelled(page):
     page.fill(SIZES, "<img>")
     page.click("stable_fast_prepare")
     assert "Not started:" in page.shown("stable_fast_told") and "<img>" not in page.shown("stable_fast_told")
+    assert 'data-field="stable_fast_sizes"' in page.shown("stable_fast_told")
+
+
+def the_last_image_is_compared(page):
+    page.click("stable_fast_compare")
+    assert page.shown("stable_fast_told") == ""
+    assert [row["label"] for row in job(page, "done")["rows"]] == ["without Stable Fast", "with Stable Fast"]
+    shown = drawn(page)["job"]
+    assert "2.1×|faster" in shown and "Mean difference of the pixels:|0.0" in shown and "of 255" in shown
+    assert "With Stable Fast|·" in shown and "Without Stable Fast|·" in shown
+    for name in ("accelerated", "original"):
+        assert page.file(f"comparison/{name}.png").startswith(b"\x89PNG")
 
 
 def plans_are_dropped_and_the_report_is_given(page):
@@ -144,5 +160,6 @@ def test_what_a_user_does(python, tmp_path, monkeypatch):
         the_page_has_it_all(page)
         a_image_shows_its_stages_and_the_next_its_pace(page)
         sizes_are_prepared_measured_and_cancelled(page)
+        the_last_image_is_compared(page)
         plans_are_dropped_and_the_report_is_given(page)
         a_changed_setting_is_in_the_infotext_and_is_restored_from_it(page)

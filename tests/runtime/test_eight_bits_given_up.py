@@ -36,7 +36,7 @@ def test_a_run_that_fails_is_left_for_a_plan_without_8_bits(monkeypatch: pytest.
     on.call()
     runs = on.count("eager_runs")
     assert on.error() < 0.01 and on.count("eager_runs") == runs + 1
-    assert on.status()["layers"] == 0 and "its plan failed" in on.status()["reason"]["text"]
+    assert on.status()["layers"] == 0 and "the accelerated step failed" in on.status()["reason"]["text"]
 
 
 def test_a_lower_tolerance_keeps_further_layers_and_does_not_bypass() -> None:

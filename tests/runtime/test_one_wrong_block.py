@@ -148,7 +148,7 @@ def test_in_float32_every_wrong_block_is_noticed(fault):
     with torch.no_grad():
         assert torch.equal(module(x), tower(torch.float32)[0](x))
     (reason,) = accelerator.report.as_dict()["reasons"]
-    assert "its plan differs from the original" in reason
+    assert "the accelerated step differs from the original" in reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -237,4 +237,4 @@ def test_one_that_differs_all_the_same_is_rejected_with_its_reason():
     status = accelerator.report.as_dict()
     assert not accelerator.plans and sum("one by one" in event["message"] for event in status["events"]) == 1
     (reason,) = status["reasons"]
-    assert "its plan differs from the original" in reason
+    assert "the accelerated step differs from the original" in reason

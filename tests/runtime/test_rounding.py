@@ -218,7 +218,7 @@ def test_a_difference_is_judged_by_what_rounding_moves(error, noise, refused, ru
 
 
 def test_the_tolerance_of_the_user_is_the_ceiling():
-    assert _judge(4e-3, 4e-3, tolerance=0.003)[0] == "its plan differs from the original by 0.004, " + (
+    assert _judge(4e-3, 4e-3, tolerance=0.003)[0] == "the accelerated step differs from the original by 0.004, " + (
         "more than the tolerance of 0.003"
     )
     assert _judge(4e-3, 4e-3, tolerance=0.1)[0] is None

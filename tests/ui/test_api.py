@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sfast_ext.ui import api, requests
+from sfast_ext.ui.comparison import Compared
 
 fastapi = pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
@@ -36,6 +37,16 @@ JOB = {
 }  # fmt: skip
 
 
+SIDE = {"width": 64, "height": 48, "seconds": 0.5, "steps": {"accelerated": 4}, "reason": None}
+COMPARED = Compared(
+    {
+        "accelerated": SIDE, "original": SIDE, "times": 2.0, "mean_difference": 0.1, "largest_difference": 1,
+        "same_request": True,
+    },
+    {"accelerated": b"one", "original": b"another"},
+)  # fmt: skip
+
+
 class Started(list):
     """What was asked of the jobs."""
 
@@ -50,14 +61,16 @@ class Started(list):
             return started
 
         cancel = lambda: self.append("cancel") or True
-        return api.Jobs(start("prepare"), start("measure"), cancel, lambda: JOB, lambda: [{"when": "now", "rows": []}])
+        kept = lambda: [{"when": "now", "rows": []}]
+        compare = lambda: start("compare")([])
+        return api.Jobs(start("prepare"), start("measure"), cancel, lambda: JOB, kept, compare, lambda: COMPARED)
 
 
 def source(status=state, report=lambda: "a report", drop=lambda: 2, jobs=None, **more):
     return api.Source(status, report, drop, jobs or Started().jobs(), **more)
 
 
-CHANGING = ("drop", "cancel", "prepare", "measure")
+CHANGING = ("drop", "cancel", "prepare", "measure", "compare")
 
 
 def change(app, name, **how):
@@ -254,7 +267,36 @@ def test_a_page_of_another_site_changes_nothing(headers, may):
     api.register(app, source(drop=lambda: changed.append(1) or 1, jobs=started.jobs()))
     for name in CHANGING:
         assert (change(app, name, headers=headers).status_code < 300) == may
-    assert bool(changed) == may and len(started) == (3 if may else 0)
+    assert bool(changed) == may and len(started) == (4 if may else 0)
+
+
+def test_a_comparison_is_started_and_answered_with_its_images():
+    app = fastapi.FastAPI()
+    started = Started()
+    api.register(app, source(jobs=started.jobs()))
+    answer = client(app).post("/sfast/v1/compare")
+    assert answer.json()["kind"] == "compare" and started == [("compare", [])]
+    assert client(app).get("/sfast/v1/comparison").json() == {"comparison": COMPARED.told}
+    for name, content in COMPARED.files.items():
+        image = client(app).get(f"/sfast/v1/comparison/{name}.png")
+        assert image.content == content and image.headers["content-type"] == "image/png"
+    assert client(app).get("/sfast/v1/comparison/other.png").status_code == 404
+
+
+def test_a_comparison_that_cannot_start_says_why():
+    app = fastapi.FastAPI()
+    api.register(app, source(jobs=Started().jobs(refuses="make one image first")))
+    answer = client(app).post("/sfast/v1/compare")
+    assert answer.status_code == 409 and answer.json() == {"detail": "make one image first"}
+
+
+def test_images_are_for_those_who_may_ask():
+    app = fastapi.FastAPI()
+    api.register(app, source(passwords=lambda: {"user": "secret"}))
+    for name in ("comparison", "comparison/original.png", "comparison/other.png"):
+        assert client(app).get(f"/sfast/v1/{name}").status_code == 401
+        answer = client(app).get(f"/sfast/v1/{name}", auth=("user", "secret"))
+        assert answer.status_code == (404 if "other" in name else 200)
 
 
 def test_the_routes_are_described():

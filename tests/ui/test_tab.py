@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import sys
 from types import SimpleNamespace
 from typing import get_type_hints
@@ -35,7 +34,7 @@ class Component:
 @pytest.fixture
 def gradio(monkeypatch):
     Component.made = []
-    names = dict.fromkeys(("Blocks", "HTML", "Row", "Button", "Textbox", "CheckboxGroup", "Plot"), Component)
+    names = dict.fromkeys(("Blocks", "HTML", "Row", "Button", "Textbox", "CheckboxGroup"), Component)
     monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(**names, update=dict))
 
 
@@ -46,7 +45,7 @@ def by_id(name):
 def actions(**more):
     nothing = {
         "drop": lambda: 3, "report": lambda: "a report", "prepare": lambda wanted: None, "measure": lambda wanted: None,
-        "cancel": lambda: False, "measurements": list, "switch": lambda on: None,
+        "compare": lambda: None, "cancel": lambda: False, "switch": lambda on: None,
     }  # fmt: skip
     return tab.Actions(**{**nothing, **more})
 
@@ -57,7 +56,7 @@ def test_it_has_a_place_for_the_tables_and_its_buttons(gradio):
     assert 'id="stable_fast_view"' in by_id("tables").args[0] and 'id="stable_fast_job"' in by_id("progress").args[0]
     assert "Sizes forgotten:</span> 3." in by_id("drop").events[0]["fn"]()
     assert by_id("report").events[0]["fn"]() == "a report"
-    buttons = ("drop", "report", "prepare", "measure", "cancel", "chart", "on", "off")
+    buttons = ("drop", "report", "prepare", "measure", "compare", "cancel", "on", "off")
     # the page's own functions, under the page's own authentication, and not among the named ones of its API
     assert all(by_id(name).events[0]["api_name"] is False for name in buttons)
     fields = ("report_text", "sizes", "pictures", "tokens", "refresh", *buttons)
@@ -68,14 +67,13 @@ def test_what_may_not_be_read_is_not_shown(gradio):
     sys.modules["gradio"].Request = type("Request", (), {})
     asked = []
     tab.tabs(actions(may_read=lambda request: asked.append(request) or request == "admitted"))
-    report, chart = (by_id(name).events[0]["fn"] for name in ("report", "chart"))
+    report = by_id("report").events[0]["fn"]
     # by this, Gradio knows that it is to give the request
-    assert all(get_type_hints(each)["request"] is sys.modules["gradio"].Request for each in (report, chart))
-    assert report("admitted") == "a report" and tab.NO_CHART in chart("admitted")[1]
+    assert get_type_hints(report)["request"] is sys.modules["gradio"].Request
+    assert report("admitted") == "a report"
     for request in (None, "another"):
-        plot, told = chart(request)
-        assert report(request) == tab.PASSWORD and plot == {"visible": False} and tab.PASSWORD in html.unescape(told)
-    assert asked == ["admitted", "admitted", None, None, "another", "another"]
+        assert report(request) == tab.PASSWORD
+    assert asked == ["admitted", None, "another"]
 
 
 @pytest.mark.parametrize("name", ["prepare", "measure"])
@@ -114,15 +112,54 @@ def test_cancel_says_whether_there_was_a_job(gradio, there, said):
     assert by_id("cancel").events[0]["fn"]() == said
 
 
-def test_the_chart_is_shown_once_there_is_one(gradio, monkeypatch):
-    tab.tabs(actions(measurements=lambda: ["measured"]))
-    assert by_id("plot").options["visible"] is False
-    draw = by_id("chart").events[0]["fn"]
-    monkeypatch.setattr(tab.chart, "figure", lambda kept: None)
-    update, said = draw()
-    assert update == {"value": None, "visible": False} and tab.NO_CHART in said and "sfast-error" in said
-    monkeypatch.setattr(tab.chart, "figure", lambda kept: kept)
-    assert draw() == ({"value": ["measured"], "visible": True}, "")
+def test_a_comparison_is_started_and_followed_or_says_why_not(gradio):
+    started = []
+    tab.tabs(actions(compare=lambda: started.append(1)))
+    click, then = by_id("compare").events
+    assert click["fn"]() == "" and started == [1] and click["outputs"] == [by_id("told")] and "watch" in then["_js"]
+    Component.made = []
+
+    def refused():
+        raise requests.Refused("make <one> image first")
+
+    tab.tabs(actions(compare=refused))
+    assert "Not started:</span> <span>make &lt;one&gt; image first" in by_id("compare").events[0]["fn"]()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pictures", "tokens", "field"),
+    [
+        ("", "1", [], "sizes"),
+        (" ; ", "1", [], "sizes"),
+        ("500x500", "1", [], "sizes"),
+        ("512x512, 8192x64", "1", [], "sizes"),
+        ("wide", "1", [], "sizes"),
+        ("512", "2", [], "sizes"),
+        (",".join(f"{64 + 8 * n}x64" for n in range(33)), "1", [], "sizes"),
+        ("512x512", "0", [], "pictures"),
+        ("512x512", "1, 17", [], "pictures"),
+        ("512x512", "two", [], "pictures"),
+        ("512x512", "-1", [], "pictures"),
+        ("512x512", "1.5", [], "pictures"),
+        ("512x512", "1", ["76"], "tokens"),
+        ("512x512", "1", ["many"], "tokens"),
+    ],
+)
+def test_a_fault_names_its_field_for_the_cursor(gradio, sizes, pictures, tokens, field):
+    for name in ("prepare", "measure"):
+        Component.made = []
+        tab.tabs(actions())
+        click, then = by_id(name).events
+        assert f'data-field="stable_fast_{field}"' in click["fn"](sizes, pictures, tokens)
+        assert "toFault" in then["_js"] and by_id(field) is not None
+
+
+def test_a_fault_of_no_field_leaves_the_cursor(gradio):
+    def prepare(wanted):
+        raise requests.Refused("another job is running")
+
+    tab.tabs(actions(prepare=prepare))
+    assert "data-field" not in by_id("prepare").events[0]["fn"]("512x512", "1", [])
 
 
 def test_one_button_is_the_primary_and_what_cannot_be_undone_is_marked(gradio):

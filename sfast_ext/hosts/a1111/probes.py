@@ -5,7 +5,7 @@ from __future__ import annotations
 from sfast_ext.hosts.probes import Check, Feature, Probe, every, has, passes, probe, refers_to, takes, without
 from sfast_ext.hosts.webui_probes import MEMORY, PREVIEW_MEMORY, REQUESTS, UPSCALED, VERSION, WEBUI
 
-UPSCALERS = Feature("upscalers", "GPU memory that plans hold is not freed before an upscaler runs")
+UPSCALERS = Feature("upscalers", "GPU memory held for fast replays is not freed before an upscaler runs")
 
 PROBES: tuple[Probe, ...] = (
     *WEBUI,

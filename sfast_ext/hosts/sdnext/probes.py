@@ -6,7 +6,7 @@ from sfast_ext.hosts.probes import Feature, Probe, has, passes, probe, takes
 from sfast_ext.hosts.webui_probes import COMMON, PASTED, REQUESTS, VERSION
 
 OFFLOAD = Feature("offload", "models that SD.Next offloads are not accelerated")
-LOADING = Feature("loading", "plans are made anew after another model was loaded")
+LOADING = Feature("loading", "sizes are prepared anew after another model was loaded")
 IP_ADAPTERS = Feature("IP-Adapters", "IP-Adapters are loaded anew for each image")
 LOG = Feature("log", "its lines are not in the log of SD.Next")
 DEEPCACHE = Feature("DeepCache", "the reason does not name DeepCache")

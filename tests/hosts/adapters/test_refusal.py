@@ -155,7 +155,8 @@ def test_doctor_says_what_was_missing_at_the_last_start(monkeypatch):
         hosts.start("0")
     told = doctor.text(doctor.collect())
     assert "  Forge Neo neo 2.99 was not tested by us\n" in told
-    assert "GPU memory that plans hold is freed later than the WebUI needs it: modules.upscaler has no Upscaler" in told
+    lost = "GPU memory held for fast replays is freed later than the WebUI needs it"
+    assert f"{lost}: modules.upscaler has no Upscaler" in told
     with world_of(kind):
         monkeypatch.delattr(sys.modules["modules.script_callbacks"], "on_cfg_denoiser")
         hosts.start("0")

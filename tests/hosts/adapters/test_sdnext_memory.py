@@ -287,7 +287,7 @@ def test_what_fails_while_weights_are_brought_is_no_failure_of_the_host(
             fault = failing(patch, Accelerator, "fetch_weights", kind)
             job = on.job(expected)
             assert fault.times and job["runs"] == STEPS and job["captures"] == 0
-    assert "could not be moved to where plans read them, SD.Next moves them itself: injected" in str(
+    assert "could not be moved to where accelerated steps read them, SD.Next moves them itself: injected" in str(
         on.host.status()["events"]
     )
 

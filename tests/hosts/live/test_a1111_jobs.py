@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from .a1111 import HIRES, IMG2IMG, MARKS, PLAIN, TOLERANCE, apart, start
+from .webui import encoded
 
 pytestmark = MARKS
 SIZES = {"sizes": ["192x128", "128x192"], "pictures": [1]}
@@ -102,3 +103,33 @@ def test_the_webui_s_interrupt_cancels_a_job(webui):
     again = webui.post("/sdapi/v1/txt2img", PLAIN)
     assert apart(again["images"], webui.first["images"]) < TOLERANCE
     assert webui.get("/sfast/v1/status")["last_error"] is None
+
+
+BATCH = {**PLAIN, "batch_size": 2, "n_iter": 2}
+CHOSEN = {**PLAIN, "seed": -1, **chosen({"enabled": True})}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [PLAIN, HIRES, IMG2IMG, BATCH, CHOSEN],
+    ids=["plain", "hires fix", "img2img", "batch", "chosen"],
+)
+def test_the_last_image_is_compared_with_the_webui_s_own(webui, asked, data):
+    kind = "img2img" if "init_images" in asked else "txt2img"
+    last = webui.post(f"/sdapi/v1/{kind}", asked)
+    saved = sorted(data.rglob("*.png"))
+    assert webui.post("/sfast/v1/compare", {})["kind"] == "compare"
+    job = ended(webui)
+    assert job["state"] == "done", job
+    found = webui.get("/sfast/v1/comparison")["comparison"]
+    assert found["same_request"] and found["mean_difference"] < TOLERANCE
+    assert found["accelerated"]["steps"]["accelerated"] > 0 and found["accelerated"]["steps"]["prepared"] == 0
+    assert found["original"]["steps"]["accelerated"] == 0 and found["accelerated"]["seconds"] > 0
+    first = last["images"][0]
+    for name in ("accelerated", "original"):
+        assert apart([encoded(webui.image(f"/sfast/v1/comparison/{name}.png"))], [first]) < TOLERANCE, name
+    assert sorted(data.rglob("*.png")) == saved
+    options = webui.get("/sdapi/v1/options")
+    assert options["sfast_enabled"] is True and webui.get("/sfast/v1/status")["last_error"] is None
+    again = webui.post("/sdapi/v1/txt2img", PLAIN)
+    assert said(again)["accelerated"] == PLAIN["steps"] and apart(again["images"], webui.first["images"]) < TOLERANCE

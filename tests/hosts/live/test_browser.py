@@ -98,8 +98,9 @@ def test_sizes_are_prepared_measured_and_cancelled(page: Page) -> None:
     page.click("#stable_fast_measure")
     page.until(lambda: "Measure Done" in page.job(), "it is measured")
     page.until(lambda: "Measurements that were kept" in page.text("#stable_fast_job"), "it is kept", 20)
-    page.click("#stable_fast_chart")
-    page.until(lambda: page.page.is_visible("#stable_fast_plot img"), "the chart is drawn", 60)
+    page.until(lambda: page.page.is_visible("#stable_fast_job .sfast-bars"), "the chart is drawn by itself", 20)
+    page.click("#stable_fast_measure")
+    page.until(lambda: page.page.is_visible("#stable_fast_job .sfast-curve svg"), "there is a curve", 60)
     page.picture("measured")
     page.fill("#stable_fast_sizes textarea", "256x256, 320x320, 384x384, 448x448")
     cancel = "#stable_fast_cancel"
@@ -115,8 +116,26 @@ def test_sizes_are_prepared_measured_and_cancelled(page: Page) -> None:
     page.fill("#stable_fast_sizes textarea", "500x500")
     page.click("#stable_fast_measure")
     page.until(lambda: "500x500" in page.text("#stable_fast_told .sfast-error"), "the fault is told", 10)
+    page.until(lambda: page.page.evaluate(FOCUSED) == "stable_fast_sizes", "the cursor is in the field", 10)
     page.picture("fault")
     page.fill("#stable_fast_sizes textarea", "256x256")
+    page.fill("#stable_fast_pictures textarea", "none")
+    page.click("#stable_fast_prepare")
+    page.until(lambda: page.page.evaluate(FOCUSED) == "stable_fast_pictures", "the cursor is in the other field", 10)
+    page.fill("#stable_fast_pictures textarea", "1")
+    page.accessible(page.tab)
+
+
+def test_the_last_image_is_compared(page: Page) -> None:
+    page.to_tab()
+    page.click("#stable_fast_compare")
+    page.until(lambda: "Compare Done" in page.job(), "it is compared", 240)
+    images = page.page.locator("#stable_fast_job .sfast-pair img")
+    page.until(lambda: images.count() == 2, "there are two images", 20)
+    for number in range(2):
+        page.until(lambda n=number: images.nth(n).evaluate("(each) => each.naturalWidth") > 0, "the image is seen", 20)
+    assert "of 255" in page.job() and "Without Stable Fast" in page.job()
+    page.picture("compared")
     page.accessible(page.tab)
 
 
@@ -139,6 +158,7 @@ def test_the_link_opens_the_settings(page: Page) -> None:
     page.to_pictures()
 
 
+FOCUSED = "(document.activeElement.closest('[id^=stable_fast_]') || {}).id"
 WIDTHS = (420, 700, 1024, 1920)
 OUTSIDE = """(place) => [...document.querySelectorAll(`${place} *`)].filter((each) => {
     const box = each.getBoundingClientRect();
@@ -165,12 +185,13 @@ def test_nothing_of_the_tab_is_outside_of_the_screen(page: Page, width: int) -> 
     page.to_tab()
     page.page.set_viewport_size({"width": width, "height": 950})
     try:
-        why = "the GPU has too little memory left next to the model to make a plan"
+        why = "the GPU has too little memory left next to the model to prepare this size"
         reason = {"reason": f"{why}; {'x' * 90}", "reason_parts": [why, "; ", "x" * 90], "code": "out-of-memory"}
         page.page.evaluate(LONG, [{**reason, "calls": 30000, "calls_last": 30, "seconds_ago": 8.0}])
         page.until(lambda: why in page.text("#stable_fast_view"), "the reason is drawn", 10)
         page.picture(f"wide {width}")
-        assert page.page.evaluate(OUTSIDE, "#stable_fast_view") == []
+        for place in ("#stable_fast_view", "#stable_fast_job"):
+            assert page.page.evaluate(OUTSIDE, place) == []
         # what one came for stands first in a row
         text, left = page.page.evaluate(FIRST)
         assert why in text and left < width / 2

@@ -110,6 +110,11 @@ class WebUI:
         with urllib.request.urlopen(self.url + path, timeout=300) as answer:
             return json.load(answer)
 
+    def image(self, path: str) -> Image.Image:
+        """The image that a GET answers."""
+        with urllib.request.urlopen(self.url + path, timeout=300) as answer:
+            return Image.open(io.BytesIO(answer.read()))
+
     def post(self, path: str, payload: dict[str, Any], timeout: float = 600) -> Any:
         """The JSON that a POST of `payload` answers."""
         request = urllib.request.Request(
