@@ -355,7 +355,7 @@ def _opened(tree: Any) -> Any:
 
 
 def _sizeless(tree: Any) -> Any:
-    if isinstance(tree, tuple) and len(tree) > 3 and tree[0] == "tensor":
+    if isinstance(tree, tuple) and tree[:1] == ("tensor",) and isinstance(tree[1], torch.dtype):
         return "tensor", tree[1], len(tree[2])
     return tuple(map(_sizeless, tree)) if isinstance(tree, tuple) else tree
 

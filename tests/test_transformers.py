@@ -12,7 +12,7 @@ from small_transformers import KINDS, inputs, transformer
 from sfast_ext import Config, accelerate
 
 CPU = Config(allow_cpu=True, drop_slower=False)
-CALLS = (((8, 8), (5,)), ((8, 12), (7,)), ((8, 8), (5, 9)), ((8, 8), (5,)), ((12, 8), (3, 3)))
+CALLS = (((8, 8), (5,)), ((8, 12), (5, 9)), ((8, 8), (5,)))
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -35,7 +35,7 @@ def test_it_runs_on_plans_and_gives_the_same(kind: str, dtype: torch.dtype) -> N
     accelerator = accelerate(model, CPU)
     for size, tokens in CALLS:
         for step in range(3):
-            args, kwargs = inputs(kind, size, tokens, timestep=0.9 - 0.3 * step, seed=step, dtype=dtype)
+            args, kwargs = inputs(model, size, tokens, timestep=0.9 - 0.3 * step, seed=step)
             assert error(model(*args, **kwargs), twin(*args, **kwargs)) < LIMITS[dtype]
     status = accelerator.report.as_dict()
     assert status["counters"]["captures"] == len(set(CALLS)) and status["last_error"] is None
@@ -48,7 +48,7 @@ def test_it_runs_on_plans_and_gives_the_same(kind: str, dtype: torch.dtype) -> N
 def test_the_caller_gets_the_class_that_it_asks_for(kind: str) -> None:
     model, twin = transformer(kind), transformer(kind)
     accelerator = accelerate(model, CPU)
-    args, kwargs = inputs(kind)
+    args, kwargs = inputs(model)
     for return_dict in (True, False, True, False):
         kwargs["return_dict"] = return_dict
         for _ in range(3):
@@ -70,7 +70,7 @@ def test_no_plan_outlives_the_weights(kind: str) -> None:
         else:
             model.load_state_dict(other)
         for step in range(3):
-            args, kwargs = inputs(kind, seed=step)
+            args, kwargs = inputs(model, seed=step)
             assert error(model(*args, **kwargs), twin(*args, **kwargs)) < 1e-5
     assert accelerator.report.as_dict()["counters"]["captures"] == 1
     accelerator.release()
