@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import json
 import time
@@ -115,12 +116,8 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[d
     rows = []
     for size in args.sizes:
         given, named = transformers.transformer_inputs(model, *size, tokens=TOKENS)
-        ways: dict[str, Callable[[], Any]] = {
-            "eager": lambda: accelerator.run_original(*given, **named),
-            "ours": lambda: model(*given, **named),
-        }
-        if regional is not None:
-            ways["compiled"] = lambda: regional(*given, **named)
+        functions = {"eager": accelerator.run_original, "ours": model, "compiled": regional}
+        ways = {way: functools.partial(run, *given, **named) for way, run in functions.items() if run is not None}
         row: dict[str, Any] = {"model": name, "size": size, "weights_mb": weights}
         row["first_call_s"] = {way: round(first_call(call), 2) for way, call in ways.items()}
         # of a forward that fills a table or reads a mask, the plan is made in the second call
@@ -129,7 +126,7 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[d
         row["times_as_long"] = {way: round(ms / row["ms"]["ours"], 3) for way, ms in row["ms"].items()}
         row["peak_mb"] = {way: peak_mb(call) for way, call in ways.items()}
         status, report = accelerator.status(), accelerator.report.as_dict()
-        row["plan"] = {key: value for key, value in status["plans"][-1].items() if key in _TOLD} if status["plans"] else {}
+        row["plan"] = {key: value for plan in status["plans"][-1:] for key, value in plan.items() if key in _TOLD}
         row["reasons"], row["last_error"] = list(report["reasons"]), report["last_error"]
         print(json.dumps(row), flush=True)
         rows.append(row)
