@@ -102,11 +102,11 @@ def random_transformer(
     finally:
         torch.set_default_dtype(default)
     for module in model.modules():
-        _to_cpu_if_meta(module)
+        _tables_to_cpu(module)
     return randomise(nn.Module.to(model, dtype), seed).eval().requires_grad_(False)
 
 
-def _to_cpu_if_meta(module: nn.Module) -> None:
+def _tables_to_cpu(module: nn.Module) -> None:
     # tables that a pipeline has on the CPU were made on the device as well
     held = vars(module).get("freqs_cis")
     if isinstance(held, list):
