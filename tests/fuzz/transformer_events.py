@@ -1,4 +1,4 @@
-"""What happens to a transformer alone: prompts of other lengths, and tables that are written, replaced and made anew."""
+"""What happens to a transformer alone: prompts of other lengths, tables that are written, replaced and made anew."""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ def family(name: str) -> list[sdnext.Step]:
 
 
 ROUND = [step for name in MODELS for step in family(name)]
-played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND, prepare=models)
+# otherwise text encoders are those of the large models, from the network
+SETTINGS = {"te_shared_te": False}
+played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND, SETTINGS, prepare=models)
 
 
 @pytest.mark.parametrize("name", sdnext.pictured(ROUND))
