@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from sfast_ext.behaviour.fingerprint import Fingerprint, fingerprint
@@ -107,6 +108,12 @@ class BehaviourKeys:
         inside = inside_collectors(self._module)
         known = {id(patch) for patch in recording if id(patch.module) in inside}
         return [patch for patch in read.patches if id(patch) not in known]
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether the last reading saw this tensor object: another one in its place has another key, as long as a
+        reference to this one is held."""
+        found = self._fingerprint.tensors.get(id(tensor)) if self._fingerprint is not None else None
+        return found is not None and found() is tensor
 
     def clear(self) -> None:
         """Forget all readings."""

@@ -87,6 +87,8 @@ class PlanBuilder:
         self._op_sequences: dict[Hashable, set[OpSequence]] = {}
         self.changes = StateChanges()
         self.roles = ArgumentRoles()
+        self._filled = False
+        """Whether a call of the model filled what was empty, which is no reason to report."""
         self._one_by_one = False
         """Whether equal blocks are recorded one by one: a plan was wrong in which they were recorded once."""
         self._noise: dict[tuple[torch.dtype, ...], list[float]] = {}
@@ -112,6 +114,11 @@ class PlanBuilder:
         reason = reasons.KEEPS_STATE(place)
         if self.changes.record(lookup.shape_signature, lookup.key, place, reason):
             self._cache.reject(lookup.key, reason)
+        elif state.only_filled() and not self._filled:
+            # tables of rotary embeddings; the plan is made at the next call
+            self._filled = True
+            self._context.report.event("state", f"filled by the first call: {place}")
+            return False
         else:
             self._context.report.bypassed(reason)
         # what it changes may be part of the key, which then is another one at each call
@@ -252,9 +259,16 @@ class PlanBuilder:
                 for sentence in environment.left_out(device):
                     report.once("kernels", sentence)
         except CaptureRefused as exc:
-            if self.roles.close_nested(lookup.call) or (exc.reads_value and self.roles.close_own(lookup.call)):
+            numbers = not exc.arguments or any(not _is_tensor(lookup.call.leaves[i]) for i in exc.arguments)
+            if numbers and (
+                self.roles.close_nested(lookup.call) or (exc.reads_value and self.roles.close_own(lookup.call))
+            ):
                 # it may read one of the numbers
                 report.event("capture", f"numbers become part of the signature: {exc}")
+                return None
+            if exc.arguments and not numbers and self.roles.read_values(lookup.call, exc.arguments) is not False:
+                report.event("capture", f"the content of arguments becomes part of the signature: {exc}")
+                self._backoff.forget_capture(lookup.shape_signature)
                 return None
             if exc.details:
                 report.event("capture", exc.details)
@@ -362,6 +376,10 @@ class PlanBuilder:
             # plans lay weights elsewhere
             run.state.weights_replaced(for_good=True)
         return captured
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
 
 
 def _has_gaps(leaf: torch.Tensor) -> bool:

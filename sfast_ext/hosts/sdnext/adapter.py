@@ -31,6 +31,16 @@ VAE = "AutoencoderKL"
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 """Where a pipeline of Stable Diffusion has them."""
+TRANSFORMERS = frozenset(
+    {
+        "CosmosTransformer3DModel",
+        "Lumina2Transformer2DModel",
+        "ZImageTransformer2DModel",
+        "ChromaTransformer2DModel",
+        "FluxTransformer2DModel",
+    }
+)
+"""The classes of the transformers that are accelerated, the first one that of Anima."""
 
 
 def detect() -> bool:
@@ -287,8 +297,13 @@ def _refiner() -> Any:
 
 
 def _unet(pipe: Any) -> nn.Module | None:
+    """The network that makes the steps: a UNet, or a transformer of a known class."""
     unet = getattr(pipe, "unet", None)
-    return unet if isinstance(unet, nn.Module) else None
+    if isinstance(unet, nn.Module):
+        return unet
+    transformer = getattr(pipe, "transformer", None)
+    known = any(kind.__name__ in TRANSFORMERS for kind in type(transformer).__mro__)
+    return transformer if isinstance(transformer, nn.Module) and known else None
 
 
 def _controlnets_of(pipe: Any) -> list[nn.Module]:
