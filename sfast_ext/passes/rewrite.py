@@ -64,14 +64,11 @@ READS_STRIDES = overloads(
     "as_strided",
     "as_strided_",
     "view.dtype",
-    "view_as_complex",
     "resize_",
     "set_.source_Tensor",
     "is_contiguous",
     "stride.int",
 )
-
-
 # --- match ---
 
 
