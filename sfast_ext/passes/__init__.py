@@ -88,8 +88,7 @@ PASSES: list[Pass] = [
     # cleanup: `detach_` pins the literals of a forward
     Pass("fold_constants", cse.fold_constants, CANONICALIZE, ("cleanup",)),
     Pass("silu", silu.silu, CANONICALIZE),
-    # cleanup: casts to the same dtype stand between
-    Pass("rotary", norm_rotary.rotary, CANONICALIZE, ("cleanup",)),
+    Pass("rotary", norm_rotary.rotary, CANONICALIZE),
     # cleanup: dropout that drops nothing stands between softmax and matmul
     Pass("scaled_dot_product", scaled_dot_product.scaled_dot_product, CANONICALIZE, ("cleanup",)),
     # scaled_dot_product: it makes the attentions whose results are concatenated
@@ -116,10 +115,10 @@ PASSES: list[Pass] = [
     Pass("modulated_norm", modulated_norm.modulated_norm, FUSION, ("gated_residual",)),
     # modulated_norm: the kernel that is replaced
     Pass("gated_norm", gated_residual.gated_norm, FUSION, ("modulated_norm",)),
-    # gated_norm: add_layer_norm would take the additions and the norms
-    Pass("add_layer_norm", layer_norm.add_layer_norm, FUSION, ("gated_norm",)),
-    # add_layer_norm: layer_norm would take the norms without their sums
-    Pass("layer_norm", layer_norm.layer_norm, FUSION, ("add_layer_norm",)),
+    # gated_residual: add_layer_norm would take the additions, without the gates
+    Pass("add_layer_norm", layer_norm.add_layer_norm, FUSION, ("gated_residual",)),
+    # add_layer_norm, modulated_norm: layer_norm would take the norms alone
+    Pass("layer_norm", layer_norm.layer_norm, FUSION, ("add_layer_norm", "modulated_norm")),
     Pass("geglu", geglu.geglu, FUSION),
     Pass("swiglu", swiglu.swiglu, FUSION),
     # geglu: the kernel that is replaced

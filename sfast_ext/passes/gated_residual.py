@@ -33,18 +33,18 @@ def gated_residual(add: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool
     """
     if not is_residual_add(add) or dtype(add) not in KERNEL_DTYPES or len(shape(add) or ()) < 3:
         return False
-    for x, added in (add.args[:2], add.args[1::-1]):
-        if not isinstance(x, fx.Node) or not isinstance(added, fx.Node) or x is added or only_user(added) is not add:
+    for x, added in ((add.args[0], add.args[1]), (add.args[1], add.args[0])):
+        if not isinstance(x, fx.Node) or not isinstance(added, fx.Node) or x is added or list(added.users) != [add]:
             continue
         found = gated(added, pinned)
         if found is None:
             continue
         y, gate = found
-        norm = inner_norm(y, added if y is not added else add, pinned)
+        norm = inner_norm(y, add if y is added else added, pinned)
         if norm is None and gate is None:
             continue
         z, weight, eps = norm or (y, None, None)
-        tanh = gate is not None and is_op(gate, TANH) and gate.args[0] not in pinned
+        tanh = is_op(gate, TANH) and gate is not None and gate.args[0] not in pinned
         source = gate.args[0] if tanh and gate is not None else gate
         with add.graph.inserting_before(add):
             new = call(add.graph, kernel.launch, (x, z, source, weight, eps, tanh), add)

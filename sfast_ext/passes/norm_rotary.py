@@ -206,7 +206,7 @@ def part_of(node: Any, x: fx.Node) -> tuple[str, int] | None:
         return None
     if is_op(node, SLICE):
         start, step = argument(node, 2, "start") or 0, argument(node, 4, "step", 1)
-        if node.args[0] is not x or argument(node, 1, "dim", 0) % len(size) != len(size) - 1:
+        if strip_lossless_casts(node.args[0]) is not x or argument(node, 1, "dim", 0) % len(size) != len(size) - 1:
             return None
         if step == 1 and start in (0, half[-1]):
             return "halves", int(start != 0)
@@ -217,7 +217,7 @@ def part_of(node: Any, x: fx.Node) -> tuple[str, int] | None:
         pairs, index, dim = node.args[0].args[0], node.args[1], argument(node.args[0], 1, "dim", 0)
     elif is_op(node, (operator.getitem,)) and is_op(node.args[0], CHUNK):
         whole, count, dim = node.args[0].args[0], node.args[0].args[1], argument(node.args[0], 2, "dim", 0)
-        if whole is not x or count != 2 or dim % len(size) != len(size) - 1:
+        if strip_lossless_casts(whole) is not x or count != 2 or dim % len(size) != len(size) - 1:
             return None
         return "halves", node.args[1]
     else:
@@ -234,10 +234,10 @@ def part_of(node: Any, x: fx.Node) -> tuple[str, int] | None:
 
 
 def source(node: Any) -> Any:
-    """What is under reshapes."""
+    """What is under reshapes and casts that widen."""
     while is_op(node, RESHAPE) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+        node = strip_lossless_casts(node.args[0])
+    return strip_lossless_casts(node)
 
 
 @fusion((modulated_norm.launch,), needs=(kernel.launch,), skip_pinned_inputs=True)

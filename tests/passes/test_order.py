@@ -21,6 +21,7 @@ from sfast_ext.passes import PASSES, Pass, Phase, run_passes
 from sfast_ext.passes.eight_bits_selection import Selection
 
 from .attentions import apart, together
+from .diffusion_transformers import available, half, traced, z_image
 from .support import Traced, name, randn
 
 HALF = torch.bfloat16
@@ -217,6 +218,13 @@ def in_8_bits() -> Traced:
     return traced
 
 
+def in_8_bits_of(block: nn.Module, inputs: list[Tensor]) -> Traced:
+    given = half(inputs)
+    found = Traced(block.to(HALF), *given)
+    found.ctx.eight_bits = Selection(inputs=given)
+    return found
+
+
 HEADS = randn(2, 4, 5, C // 4).to(HALF)
 TOKENS = [randn(2, 13, 24), randn(2, 13, 24).cos(), randn(2, 13, 24).sin()]
 NETS: dict[str, Callable[[], Traced]] = {
@@ -230,6 +238,9 @@ NETS: dict[str, Callable[[], Traced]] = {
     "dropout": lambda: Traced(dropped, *TOKENS),
     "slices": lambda: Traced(sliced, *TOKENS),
     "casts": lambda: Traced(in_float, *TOKENS),
+    "Z-Image": lambda: traced("Z-Image"),
+    "Flux": lambda: traced("Flux"),
+    "Z-Image in 8 bits": lambda: in_8_bits_of(*z_image(tokens=160, width=192)),
 }
 
 
@@ -256,6 +267,7 @@ def in_order(net: str) -> Outcome:
 def eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever Triton is there."""
     eight_bit_kernels.available(monkeypatch, by_triton=True)
+    available(monkeypatch)
 
 
 @pytest.fixture
@@ -276,6 +288,14 @@ PROOFS: dict[str, tuple[str, str]] = {
     "packed_linear after cse": ("two embeddings", "packed_linear"),
     "cleanup after channels_last": ("a UNet", "cleanup"),
     "group_norm after packed_linear": ("two embeddings", "+ add"),
+    "attention_casts after rotary": ("Z-Image", "rotary"),
+    "norm_rotary after rms_norm": ("Z-Image", "+ modulated_norm"),
+    "gated_residual after rms_norm": ("Z-Image", "+ modulated_norm"),
+    "modulated_norm after gated_residual": ("Z-Image", "gated_residual"),
+    "gated_norm after modulated_norm": ("Flux", "gated_norm"),
+    "add_layer_norm after gated_residual": ("Flux", "gated_residual"),
+    "layer_norm after modulated_norm": ("Flux", "modulated_norm"),
+    "eight_bits after swiglu": ("Z-Image in 8 bits", "eight_bits"),
     "layer_norm after add_layer_norm": ("a UNet", "add_layer_norm"),
     "linear_geglu after geglu": ("a UNet", "linear_geglu"),
     "linear_accumulate after add_layer_norm": ("a UNet", "linear_accumulate"),
