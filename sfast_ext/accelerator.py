@@ -81,6 +81,7 @@ class Accelerator:
         failures = Failures(context, cache)
         self._builder = PlanBuilder(context, cache, self._runner, failures, self._backoff)
         self._finder = PlanFinder(context, cache, self._builder.roles, self._backoff, self._builder.changes)
+        self.arena.is_table = lambda tensor: self._finder.keys.has(tensor)
         self._server = CallServer(context, cache, self._finder, self._runner, self._builder, failures, self._backoff)
         self._released = False
         self._inside = threading.local()

@@ -4,6 +4,9 @@ A number that is itself an argument is an input: it changes at each step. One in
 is a constant until it changes, and an input from then on: it may be a size, which no input can be. A forward that
 branches on numbers cannot take them as inputs. Then they are constants again, and `CaptureBackoff` sees to it that no
 plan is made for each value.
+
+The content of a tensor becomes part of the signature if the forward reads values that follow from it, such as the
+lengths of prompts from a mask.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from typing import Any
 
 import torch
 
-from sfast_ext.call_signature import Call, Signature, flatten_call, open_numbers
+from sfast_ext.call_signature import Call, Signature, flatten_call, open_numbers, without_sizes
 
 MAX_INPUTS = 16
 """Numbers of one call that become inputs because they change; with more of them all stay constants."""
+MAX_VALUES = 4096
+"""Numbers of a tensor whose content can be part of the signature."""
 _MAX_KNOWN = 256
 
 
@@ -29,6 +34,8 @@ class _Roles:
     """The nested numbers that are inputs, by their order in the call."""
     closed: bool = False
     """Whether nested numbers stay constants, whatever changes."""
+    values: frozenset[int] = frozenset()
+    """The tensors whose content is part of the signature, by their order in the call."""
 
 
 class ArgumentRoles:
@@ -38,13 +45,30 @@ class ArgumentRoles:
         self.known: OrderedDict[Signature, _Roles] = OrderedDict()
         """Only of signatures with other roles than those of a new one."""
         self._last: OrderedDict[Signature, list[Any]] = OrderedDict()
+        self._read: OrderedDict[Signature, tuple[Any, ...]] = OrderedDict()
+        self._forms: OrderedDict[Signature, frozenset[int]] = OrderedDict()
+        self._resolved: dict[Signature, _Roles | None] = {}
 
     def flatten(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Call:
         """A call as `flatten_call` gives it, or flattened again by the roles of its numbers."""
-        roles = self.known.get(open_numbers(call.signature))
-        if roles is None or roles == _Roles(closed=True):
+        if call.signature not in self._resolved:
+            self._resolved[call.signature] = self._resolve(call.signature)
+        roles = self._resolved[call.signature]
+        if roles is None:
             return call
-        return flatten_call(args, kwargs, device, static_numbers=roles.static, inputs=roles.inputs)
+        if roles.static or roles.inputs:
+            call = flatten_call(args, kwargs, device, static_numbers=roles.static, inputs=roles.inputs)
+        return with_contents(call, roles.values) if roles.values else call
+
+    def _resolve(self, signature: Signature) -> _Roles | None:
+        """The roles of a call with this signature; None if they are those of a new one."""
+        if len(self._resolved) > _MAX_KNOWN:
+            self._resolved.clear()
+        opened = open_numbers(signature)
+        roles = self.known.get(opened, _Roles())
+        # what is read of a mask is read of one of another size
+        roles = replace(roles, values=roles.values | self._forms.get(without_sizes(opened), frozenset()), closed=False)
+        return None if roles == _Roles() else roles
 
     def open_changed(self, call: Call) -> bool:
         """There is no plan of this call: let the nested numbers that changed since the last such call be inputs.
@@ -63,7 +87,7 @@ class ArgumentRoles:
         inputs = roles.inputs | changed
         if inputs == roles.inputs or len(inputs) > MAX_INPUTS:
             return False
-        _keep(self.known, signature, replace(roles, inputs=inputs))
+        self._set(signature, replace(roles, inputs=inputs))
         return True
 
     def close_nested(self, call: Call) -> bool:
@@ -75,7 +99,7 @@ class ArgumentRoles:
         if not call.inputs:
             return False
         signature = open_numbers(call.signature)
-        _keep(self.known, signature, replace(self.known.get(signature, _Roles()), inputs=frozenset(), closed=True))
+        self._set(signature, replace(self.known.get(signature, _Roles()), inputs=frozenset(), closed=True))
         return True
 
     def close_own(self, call: Call) -> bool:
@@ -87,8 +111,60 @@ class ArgumentRoles:
         if call.inputs or all(isinstance(leaf, torch.Tensor) for leaf in call.leaves):
             return False
         signature = open_numbers(call.signature)
-        _keep(self.known, signature, replace(self.known.get(signature, _Roles()), static=True))
+        self._set(signature, replace(self.known.get(signature, _Roles()), static=True))
         return True
+
+
+    def read_values(self, call: Call, places: frozenset[int]) -> bool | None:
+        """The forward reads values that follow from these leaves: their content is part of the signature from now on.
+
+        Content of one number or row may be another at each call, as a timestep is. It has to be the same in two calls.
+
+        Returns:
+            Whether it is; None if that is to be asked again, and False if the leaves are too large, or no integers.
+        """
+        order = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = frozenset(order.index(i) for i in places if i in order)
+        if len(tensors) < len(places) or not all(_readable(call.leaves[i]) for i in places):
+            return False
+        signature = open_numbers(call.signature)
+        contents = with_contents(call, tensors).signature.contents
+        if any(call.leaves[i].dim() < 2 for i in places):
+            last = self._read.get(signature)
+            if last != contents:
+                _keep(self._read, signature, contents)
+                return None if last is None else False
+        roles = self.known.get(signature, _Roles())
+        self._set(signature, replace(roles, values=roles.values | tensors))
+        form = without_sizes(signature)
+        _keep(self._forms, form, self._forms.get(form, frozenset()) | tensors)
+        return True
+
+    def _set(self, signature: Signature, roles: _Roles) -> None:
+        _keep(self.known, signature, roles)
+        self._resolved.clear()
+
+
+def with_contents(call: Call, tensors: frozenset[int]) -> Call:
+    """A call with the content of tensors, given by their order, as part of its signature."""
+    places = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = frozenset(order for order in tensors if _readable(call.leaves[places[order]]))
+    contents = tuple((order, content_of(call.leaves[places[order]])) for order in sorted(tensors))
+    return replace(
+        call,
+        signature=call.signature._replace(contents=contents),
+        values=frozenset(places[order] for order in tensors),
+    )
+
+
+def content_of(leaf: torch.Tensor) -> tuple[Any, ...]:
+    """The numbers in a tensor. Of one on a GPU, the CPU waits for them, as it does where a forward reads them."""
+    return tuple(leaf.flatten().tolist())
+
+
+def _readable(leaf: torch.Tensor) -> bool:
+    whole = not leaf.is_floating_point() and not leaf.is_complex()
+    return whole and leaf.numel() <= MAX_VALUES
 
 
 def _keep(known: OrderedDict[Signature, Any], signature: Signature, value: Any) -> None:

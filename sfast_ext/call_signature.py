@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,6 +45,8 @@ class Signature(NamedTuple):
     """See `numerical_flags`."""
     other_mode: tuple[Any, ...] = ()
     """Autocast of the device type that the model is not on: a forward may ask for it, or compute a part there."""
+    contents: tuple[Any, ...] = ()
+    """What tensors hold whose values the forward reads, with their places among all tensors."""
 
     def words(self) -> str:
         """The signature as readable text."""
@@ -66,6 +69,8 @@ class Call:
     """All numbers inside of other arguments, in order."""
     inputs: frozenset[int]
     """Which of those are leaves."""
+    values: frozenset[int] = frozenset()
+    """The leaves whose content is part of the signature."""
 
     def leaf_tensors(self) -> Iterator[torch.Tensor]:
         """The leaves that are tensors."""
@@ -180,18 +185,27 @@ def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 def open_numbers(signature: Signature) -> Signature:
-    """The signature without the values of Python numbers: calls that differ in nothing else have it in common."""
-    return signature._replace(tree=_opened(signature.tree))
+    """The signature without values of numbers and tensors: calls that differ in nothing else have it in common."""
+    return signature._replace(tree=_opened(signature.tree), contents=())
+
+
+def without_sizes(signature: Signature) -> Signature:
+    """The signature without the sizes of tensors."""
+    return signature._replace(tree=_sizeless(signature.tree), contents=())
 
 
 def tensors_alone(signature: Signature) -> Signature:
     """The signature without all that is no tensor: calls that differ in constants have it in common."""
-    return signature._replace(tree=tuple(_tensors(signature.tree)))
+    return signature._replace(tree=tuple(_tensors(signature.tree)), contents=())
 
 
 def first_difference(one: Signature, other: Signature) -> str | None:
     """The first argument in which two calls differ, as a message names it. None if their arguments are alike."""
-    return _difference(one.tree, other.tree, "")
+    found = _difference(one.tree, other.tree, "")
+    if found is not None or one.contents == other.contents:
+        return found
+    place = next((i for i, content in one.contents if dict(other.contents).get(i) != content), 0)
+    return f"the content of {next(itertools.islice(_names(one.tree, ''), place, None), 'an argument')}"
 
 
 def rebuild_call(tree: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -323,6 +337,14 @@ def _tensors(tree: Any) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
         yield from _tensors(each)
 
 
+def _names(tree: Any, name: str) -> Iterator[str]:
+    """The names of all tensors of a tree, as in a message."""
+    if tree[0] == "tensor":
+        yield name
+    for part, each in _branches(tree):
+        yield from _names(each, name + part)
+
+
 def _opened(tree: Any) -> Any:
     tag = tree[0]
     if tag == "number" or (tag == "const" and tree[1] in (int, float)):
@@ -330,6 +352,12 @@ def _opened(tree: Any) -> Any:
     if tag in ("const", "tensor"):
         return _without_number(tree)
     return (tag, None if tag == "call" else tree[1], tuple([(name, _opened(each)) for name, each in _branches(tree)]))
+
+
+def _sizeless(tree: Any) -> Any:
+    if isinstance(tree, tuple) and tree[:1] == ("tensor",) and isinstance(tree[1], torch.dtype):
+        return "tensor", tree[1], len(tree[2])
+    return tuple(map(_sizeless, tree)) if isinstance(tree, tuple) else tree
 
 
 def _without_number(tree: Any) -> Any:

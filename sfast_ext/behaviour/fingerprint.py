@@ -10,10 +10,12 @@ attention processor of an extension of the host.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from sfast_ext.behaviour import surroundings
@@ -29,7 +31,8 @@ class Fingerprint:
     """The behaviour key of a module tree.
 
     `key` identifies objects by address. `alive` and `snapshot` hold references to them, so that no address is reused
-    while the fingerprint exists. `patches` are the patches on instances below the root.
+    while the fingerprint exists. `patches` are the patches on instances below the root. `tensors` are those whose
+    addresses are in the key, by address; no references are held to them.
     """
 
     key: tuple[Hashable, ...]
@@ -42,6 +45,7 @@ class Fingerprint:
     torch_check: surroundings.TorchQuickCheck
     contents: Contents
     unknown: list[Unknown]
+    tensors: dict[int, weakref.ref[torch.Tensor]]
 
     def unchanged(self) -> bool:
         """Whether everything that was read of instances, and of torch, is still the same object.
@@ -96,4 +100,5 @@ def fingerprint(
         torch_check=surroundings.TorchQuickCheck(reader.names, reader.classes, around),
         contents=reader.values.contents,
         unknown=reader.values.values.unknown,
+        tensors=reader.tensors,
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from sfast_ext.behaviour.fingerprint import Fingerprint, fingerprint
@@ -96,6 +97,12 @@ class BehaviourKeys:
         patches = (p for p in read.patches if vouch is None or not vouch(p.module, p.kind, p.function))
         found = chain((patch.reason() for patch in patches), (value.reason() for value in read.unknown))
         return next(found, None)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether the last reading saw this tensor object: another one in its place has another key, as long as a
+        reference to this one is held."""
+        found = self._fingerprint.tensors.get(id(tensor)) if self._fingerprint is not None else None
+        return found is not None and found() is tensor
 
     def clear(self) -> None:
         """Forget all readings."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from sfast_ext.behaviour.foreign_code import (
 from sfast_ext.behaviour.forward_slot import AcceleratedForward, is_own_forward
 from sfast_ext.behaviour.reach import Walk, names_within
 from sfast_ext.behaviour.snapshot import MAX_LENGTH, Snapshot
-from sfast_ext.behaviour.value_types import ATOMS, is_own, plain_key
+from sfast_ext.behaviour.value_types import ATOMS, is_own, is_plain_tuple, plain_key
 from sfast_ext.behaviour.values import CONFIGS, ORIGINS
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -98,6 +99,7 @@ class Reader:
         # by the path of a module, its attributes that may hold further values, without those of patches
         self.modules: list[tuple[str, list[tuple[str, Any]]]] = []
         self.attributes: set[str] = set()  # of modules
+        self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}  # whose addresses are in the key
         self.walk = Walk()
         self.values: CodeValues
 
@@ -176,6 +178,7 @@ class Reader:
 
     def tensor(self, value: torch.Tensor) -> Hashable:
         # no reference is held
+        self.tensors[id(value)] = weakref.ref(value)
         return id(value)
 
     def module_key(self, module: nn.Module) -> Hashable | None:
@@ -232,7 +235,7 @@ class Reader:
                 self.patches.append(Patch(path, module, "method", value))
             elif foreign:
                 self.patches.append(Patch(path, module, name, value))
-            elif type(value) not in ATOMS and not isinstance(value, nn.Module) and not _is_plain_tuple(value):
+            elif type(value) not in ATOMS and not isinstance(value, nn.Module) and not is_plain_tuple(value):
                 held.append((name, value))
             self.place = None if foreign else (f"{path}.{name}" if path else name, module)
             if (found := self.value(value)) is not None:
@@ -296,6 +299,7 @@ class Reader:
         """The key of the contents of a closure cell."""
         content = self.snapshot.cell(cell)
         if isinstance(content, torch.Tensor):
+            self.tensors[id(content)] = weakref.ref(content)
             return id(content)
         plain = not isinstance(content, (type, types.FunctionType))
         found = self.value(content) if plain else None
@@ -347,7 +351,7 @@ class Reader:
             return None
         if isinstance(value, _SCALARS) or kind in ATOMS:
             return plain_key(value)
-        if _is_plain_tuple(value):
+        if is_plain_tuple(value):
             return tuple(map(plain_key, value))
         if isinstance(value, list):
             self.look(value, depth)
@@ -394,7 +398,3 @@ class Reader:
         short = len(container) <= MAX_LENGTH
         (self.snapshot.container if short else self.snapshot.long)(container)
         return short
-
-
-def _is_plain_tuple(value: Any) -> bool:
-    return type(value) is tuple and ATOMS.issuperset(map(type, value))

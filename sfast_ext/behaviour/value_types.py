@@ -67,6 +67,11 @@ def plain_key(value: Any) -> Any:
     return (kind, repr(value)) if kind in BY_WORDS else (kind, value)
 
 
+def is_plain_tuple(value: Any) -> bool:
+    """Whether a value is a tuple of values of ATOMS."""
+    return type(value) is tuple and ATOMS.issuperset(map(type, value))
+
+
 def same_value(now: Any, then: Any) -> bool:
     """Whether two values are the same object, equal values that cannot change, or containers that hold the same.
 

@@ -229,7 +229,7 @@ def _copy(known: _Recording, module: nn.Module, tracer: Any, arguments: list[fx.
                 mapped[node] = tracer.create_arg(module.get_parameter(name))
         results = []
         for node, like in known.outputs:
-            with _unrecorded():
+            with unrecorded():
                 meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
                 result = FakeTensor(like.fake_mode, meta, like.fake_device)
             # the node has its metadata from the one that was copied
@@ -262,7 +262,7 @@ def one_by_one() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unrecorded() -> Iterator[None]:
+def unrecorded() -> Iterator[None]:
     """Within, no mode sees an operation."""
     if TORCH >= (2, 6):
         with _disable_current_modes():

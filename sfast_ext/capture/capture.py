@@ -7,6 +7,7 @@ scaled_dot_product_attention. Autocast acts below that level, so `autocast.mater
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import traceback
 from collections.abc import Callable, Container, Sequence
@@ -23,6 +24,7 @@ from sfast_ext.call_signature import Call, NotOurs, flatten_output, rebuild_call
 from sfast_ext.capture import autocast, functionalize, leftovers, quantised, slice_writes
 from sfast_ext.capture.arguments import Containers, Edit
 from sfast_ext.capture.fake_trace import finish_lazy_codegen, record
+from sfast_ext.capture.known_values import ReadsArguments
 from sfast_ext.capture.live_trace import LiveTrace
 from sfast_ext.capture.real_tensors import LIFTS
 from sfast_ext.capture.state import State
@@ -38,13 +40,20 @@ _READING = {aten._local_scalar_dense.default, aten.item.default, aten.nonzero.de
 
 class CaptureRefused(Declined):
     """There can be no plan of the forward. `details` is for developers. `passing` if another thread may be why: a later
-    capture may succeed."""
+    capture may succeed. `arguments` are the inputs, by place, that are all that a value which it reads follows from."""
 
     def __init__(
-        self, reason: Reason, *, reads_value: bool = False, details: str | None = None, passing: bool = False
+        self,
+        reason: Reason,
+        *,
+        reads_value: bool = False,
+        arguments: frozenset[int] = frozenset(),
+        details: str | None = None,
+        passing: bool = False,
     ) -> None:
         super().__init__(reason)
         self.reads_value = reads_value
+        self.arguments = arguments
         self.details = details
         self.passing = passing
 
@@ -127,20 +136,20 @@ def _finalize(
     started: float,
 ) -> Captured:
     _refuse_dynamic(graph_module)
-    _bind_weights(graph_module, arena)
+    _bind_weights(graph_module, arena, _device(graph_module))
     _refuse_random(graph_module)
     slice_writes.join(graph_module.graph)
     refused = functionalize.functionalize(graph_module)
     if refused:
         raise CaptureRefused(refused)
-    autocast.materialize_casts(graph_module, _device_type(graph_module))
+    autocast.materialize_casts(graph_module, _device(graph_module).type)
     finish_lazy_codegen(graph_module)
     return Captured(graph_module, tree, strides, edits, op_sequence, time.perf_counter() - started)
 
 
-def _device_type(graph_module: fx.GraphModule) -> str:
+def _device(graph_module: fx.GraphModule) -> torch.device:
     first = next(iter(graph_module.graph.nodes))
-    return first.meta["val"].device.type if first.op == "placeholder" else "cpu"
+    return first.meta["val"].device if first.op == "placeholder" else torch.device("cpu")
 
 
 def _recorded(
@@ -169,12 +178,13 @@ def _recorded(
     try:
         as_hosts = contextlib.nullcontext() if arena.order.is_hosts() else arena.order.host()
         with as_hosts, torch.inference_mode(False), torch.no_grad():
-            graph_module = record(flat, inputs, arena.root, ignored, lambda tensor: _path(arena, tensor), made)
+            path = functools.partial(_path, arena)
+            graph_module = record(flat, inputs, arena.root, ignored, path, made, call.values)
     except Interrupted as exc:
         refusal = exc
         leftovers.forget_locals(exc)
     except Exception as exc:
-        refusal = CaptureRefused(exc.reason) if isinstance(exc, NotOurs) else _refusal(exc, arena.root)
+        refusal = _declined(exc) if isinstance(exc, NotOurs) else _refusal(exc, arena.root)
         refusal.__cause__ = exc
         leftovers.forget_locals(exc)
     finally:
@@ -195,13 +205,15 @@ def _path(arena: WeightArena, tensor: torch.Tensor) -> str | None:
     return None if weight is None else weight.path
 
 
-def _bind_weights(graph_module: fx.GraphModule, arena: WeightArena) -> None:
+def _bind_weights(graph_module: fx.GraphModule, arena: WeightArena, device: torch.device) -> None:
     by_weight: dict[Weight, fx.Node] = {}
     for node in list(graph_module.graph.nodes):
         if node.op != "get_attr":
             continue
         tensor = getattr(graph_module, node.target)
         weight = arena.locate(tensor) if isinstance(tensor, torch.Tensor) else None
+        if weight is not None and weight.tensor.device != device and arena.holds_table(weight):
+            weight = _copied_table(node, weight, arena, device)
         if weight is None:
             # a literal of the forward, as torch.tensor(0.5), is lifted; changes of any other tensor cannot be detected
             if isinstance(tensor, torch.Tensor) and node.users and all(u.target in LIFTS for u in node.users):
@@ -212,12 +224,25 @@ def _bind_weights(graph_module: fx.GraphModule, arena: WeightArena) -> None:
             of_quantised = quantised.reading(arena.root, tensor)
             raise CaptureRefused(of_quantised or reason, details=str(reason) if of_quantised else None)
         node.meta["weight"] = weight
-        if "val" not in node.meta:
-            node.meta["val"] = _fake_like(tensor, graph_module)
+        if "val" not in node.meta or weight.source is not None:
+            node.meta["val"] = _fake_like(weight.tensor if weight.source is not None else tensor, graph_module)
         first = by_weight.setdefault(weight, node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph_module.graph.erase_node(node)
+
+
+_MOVES = frozenset({aten.to.device, aten.to.dtype_layout, aten.to.other, aten._to_copy.default, aten.to.dtype})
+
+
+def _copied_table(node: fx.Node, table: Weight, arena: WeightArena, device: torch.device) -> Weight | None:
+    """The copy of a table on the device of the model, if that is where the forward copies it, and nothing else is done
+    with it."""
+    moved = all(
+        user.target in _MOVES and isinstance(val := user.meta.get("val"), torch.Tensor) and val.device == device
+        for user in node.users
+    )
+    return arena.table_on(table, device) if moved else None
 
 
 def _fake_like(tensor: torch.Tensor, graph_module: fx.GraphModule) -> torch.Tensor:
@@ -273,6 +298,13 @@ def _dropout_p(node: fx.Node) -> float:
 
 
 _READS = ("DataDependent", "GuardOnDataDependent", "DynamicOutputShape")
+
+
+def _declined(exc: NotOurs) -> CaptureRefused:
+    reads = exc.reason.code == reasons.READS_VALUE.code and exc.reason == reasons.READS_VALUE("")
+    reason = reasons.READS_VALUE(_where(exc)) if reads else exc.reason
+    arguments = exc.arguments if isinstance(exc, ReadsArguments) else frozenset()
+    return CaptureRefused(reason, reads_value=reads, arguments=arguments)
 
 
 def _refusal(exc: Exception, root: nn.Module) -> CaptureRefused:

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from sfast_ext.call_signature import numerical_flags
 from sfast_ext.capture import block_reuse, device_guard, foreign_ops, imports, quick_record
 from sfast_ext.capture.interception import intercepted
+from sfast_ext.capture.known_values import KnownValues
 from sfast_ext.capture.real_tensors import LIFTS, READS, RealTensors
 from sfast_ext.report import breathe, logger
 
@@ -56,6 +57,7 @@ def record(
     ignored: frozenset[str] = frozenset(),
     path_of: Callable[[torch.Tensor], str | None] = lambda tensor: None,
     made: list[weakref.ref[FakeTensor]] | None = None,
+    known: frozenset[int] | None = None,
 ) -> fx.GraphModule:
     """Run `function` on fake tensors in place of `inputs`, and record its operations before autocast.
 
@@ -66,11 +68,17 @@ def record(
         ignored: see `Hooks.ignored`.
         path_of: the path of a weight; None for another tensor.
         made: takes references to the fake tensors that the function gets.
+        known: the places of inputs whose values may be read; None: no values are followed.
 
     Raises:
+        ReadsArguments: it reads what follows from other inputs.
         NotOurs: it does what may not be done with real tensors, see `real_tensors`, or calls what cannot be recorded.
     """
-    real = functools.partial(RealTensors, path_of, [] if made is None else made)
+
+    def real() -> RealTensors:
+        values = None if known is None else KnownValues(inputs, known)
+        return RealTensors(path_of, [] if made is None else made, values)
+
     try:
         return _record(function, inputs, root, ignored, real(), quick=True)
     except (block_reuse.ReuseFailed, quick_record.QuickFailed):

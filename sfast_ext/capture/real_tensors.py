@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from sfast_ext import reasons
 from sfast_ext.call_signature import NotOurs
+from sfast_ext.capture.known_values import KnownValues, real_value
 
 try:
     from torch._ops import _get_dispatch_mode_pre_dispatch
@@ -48,6 +49,11 @@ _READERS = _existing(torch, "equal", "allclose", "is_nonzero") | _existing(
     "is_nonzero", "untyped_storage", "storage", "_typed_storage",
 )  # fmt: skip
 _READERS |= _existing(getattr(torch.Tensor, "__cuda_array_interface__", None), "__get__")
+# reads of one tensor, of which the result is no tensor
+_OF_ONE = _existing(
+    torch.Tensor, "item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__", "is_nonzero"
+) | _existing(torch, "is_nonzero")
+_NUMBERS = frozenset({aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default})
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -57,11 +63,18 @@ class RealTensors(TorchFunctionMode):
     Args:
         path_of: the path of a weight; None for another tensor.
         made: takes references to the fake tensors that the forward gets.
+        values: computes what follows from arguments whose content is part of the key; None if there are none.
     """
 
-    def __init__(self, path_of: Callable[[torch.Tensor], str | None], made: list[weakref.ref[FakeTensor]]) -> None:
+    def __init__(
+        self,
+        path_of: Callable[[torch.Tensor], str | None],
+        made: list[weakref.ref[FakeTensor]],
+        values: KnownValues | None = None,
+    ) -> None:
         super().__init__()
-        self._path_of, self._made = path_of, made
+        self._path_of, self._made, self._values = path_of, made, values
+        self._tracer: Any = None
         self._inside = 0  # of torch's own bookkeeping
         self.refusal: NotOurs | None = None
 
@@ -70,6 +83,8 @@ class RealTensors(TorchFunctionMode):
             self.read(value_read(func, args, kwargs or {}))
             if func == _SET_DATA:
                 self.replace_data(real_tensor_in(args[0]))
+            if func in _OF_ONE and (known := self.known(args[0])) is not None:
+                return real_value(func, known)
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def note_made(self, result: Any) -> None:
@@ -86,6 +101,20 @@ class RealTensors(TorchFunctionMode):
         if path is not None:
             self._refuse(NotOurs(reasons.READS_WEIGHT(path)))
         self._refuse(NotOurs(reasons.READS_NUMBER(list(tensor.shape))))
+
+    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor with the values of a fake one, which are about to be read. None if torch knows them itself, or if
+        reads are not followed."""
+        slot = self._tracer.tensor_tracker.get(tensor) if self._tracer is not None else None
+        if self._values is None or slot is None or slot.constant is not None or type(tensor) is not FakeTensor:
+            return None
+        self._inside += 1
+        try:
+            return self._values.read(self._tracer, slot.proxy.node)
+        except NotOurs as exc:
+            self._refuse(exc)
+        finally:
+            self._inside -= 1
 
     def replace_data(self, tensor: torch.Tensor | None) -> None:
         """The data of a real tensor, if it is one, is about to be replaced. It would be that of a fake tensor."""
@@ -120,6 +149,7 @@ class RealTensors(TorchFunctionMode):
         """
         mode = _recording_mode(tracer)
         if mode is not None:
+            self._tracer = tracer
             mode.__torch_dispatch__ = OperationGuard(mode.__torch_dispatch__, tracer, self)
         try:
             with self:
@@ -154,6 +184,8 @@ class OperationGuard:
         if torch.Tag.data_dependent_output in func.tags or func in _UNTAGGED:
             real.read(real_tensor_in((args, kwargs)))
         real.write(func, args, kwargs)
+        if func in _NUMBERS and (known := real.known(args[0])) is not None:
+            return real_value(bool if func is aten.is_nonzero.default else torch.Tensor.item, known)
         real._inside += 1
         try:
             result = self._original(func, types, args, kwargs)

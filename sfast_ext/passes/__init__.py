@@ -21,6 +21,7 @@ from . import (
     bias_add,
     channels_last,
     cleanup,
+    complex_views,
     conv2d,
     conv_group_norm,
     cse,
@@ -155,6 +156,7 @@ PASSES: list[Pass] = [
     Pass("query_attention", query_attention.query_attention, LOWERING, ("attention_heads", "packed_linear")),
     # query_attention: attention would take its attentions
     Pass("attention", attention.attention, LOWERING, ("query_attention",)),
+    Pass("complex_views", complex_views.complex_views, LOWERING),
 ]
 
 

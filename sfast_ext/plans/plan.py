@@ -97,6 +97,7 @@ class Plan:
         self.edits: tuple[Any, ...] = ()
         """What a call does to lists and dictionaries among its arguments, see `capture.arguments`."""
         self.weights, self.banks = bind_attributes(graph_module)
+        self._copied = [(each.tensor, each.source) for each in self.weights if each.source is not None]
         self._graph_module = graph_module
         self._triton = triton
         self._function = self._interpreter = self._served(Interpreter(graph_module))
@@ -127,6 +128,7 @@ class Plan:
             self._recapture.ran_without(self.ms_after)
         with self._current():
             with plan_mode(self.device):
+                self._copy_tables()
                 outputs = self._function(*[as_tensor(leaf, self.device) for leaf in leaves])
             return self._copy_outputs(outputs)
 
@@ -218,6 +220,7 @@ class Plan:
         with pool.lock, torch.inference_mode(False), torch.no_grad():
             if not self._inputs:
                 self._set_static_inputs([as_tensor(leaf, self.device).clone() for leaf in leaves])
+                self._copy_tables()
             else:
                 self._copy_inputs(leaves)
             try:
@@ -267,7 +270,7 @@ class Plan:
     def _drop_tensors(self) -> None:
         for name in [n for n, value in self._graph_module.__dict__.items() if isinstance(value, torch.Tensor)]:
             del self._graph_module.__dict__[name]
-        self.weights, self.banks = [], []
+        self.weights, self.banks, self._copied = [], [], []
 
     def speedup(self) -> float | None:
         """How many times faster than the original, both timed alike when it was made. None if they were not: on a
@@ -327,7 +330,13 @@ class Plan:
         """Set the tensors that the CUDA graph reads. Empty without a graph."""
         self._inputs, self._copies = inputs, Copies(inputs)
 
+    def _copy_tables(self) -> None:
+        """Update the tables that are on another device."""
+        for live, source in self._copied:
+            live.copy_(source, non_blocking=True)
+
     def _copy_inputs(self, leaves: Sequence[Any]) -> None:
+        self._copy_tables()
         sources: list[torch.Tensor | None] = []
         for static, leaf in zip(self._inputs, leaves):
             if not isinstance(leaf, torch.Tensor):

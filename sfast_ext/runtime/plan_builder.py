@@ -248,9 +248,16 @@ class PlanBuilder:
                 for sentence in environment.left_out(device):
                     report.once("kernels", sentence)
         except CaptureRefused as exc:
-            if self.roles.close_nested(lookup.call) or (exc.reads_value and self.roles.close_own(lookup.call)):
+            numbers = not exc.arguments or any(not _is_tensor(lookup.call.leaves[i]) for i in exc.arguments)
+            if numbers and (
+                self.roles.close_nested(lookup.call) or (exc.reads_value and self.roles.close_own(lookup.call))
+            ):
                 # it may read one of the numbers
                 report.event("capture", f"numbers become part of the signature: {exc}")
+                return None
+            if exc.arguments and not numbers and self.roles.read_values(lookup.call, exc.arguments) is not False:
+                report.event("capture", f"the content of arguments becomes part of the signature: {exc}")
+                self._backoff.forget_capture(lookup.shape_signature)
                 return None
             if exc.details:
                 report.event("capture", exc.details)
@@ -358,6 +365,10 @@ class PlanBuilder:
             # plans lay weights elsewhere
             run.state.weights_replaced(for_good=True)
         return captured
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
 
 
 def _has_gaps(leaf: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from sfast_ext.weights.copy_in import copy_in
 from sfast_ext.weights.gate import Gate
 from sfast_ext.weights.host_order import ModuleOrder, Turn, unrecorded
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides
+from sfast_ext.weights.tables import copied_table, table_of
 from sfast_ext.weights.tracked import TrackedWeights
 from sfast_ext.weights.vacancy import Vacancy, vacancies, vacant_bytes
 from sfast_ext.weights.weight import (
@@ -53,6 +54,8 @@ class WeightArena:
 
     def __init__(self, root: nn.Module, turn: Turn | None = None) -> None:
         self._tracked = TrackedWeights(root, turn)
+        self.is_table: Callable[[torch.Tensor], bool] = lambda tensor: False
+        """Whether a tensor that is in no slot is in the current behaviour key."""
         self.order = ModuleOrder(self._tracked.order, lambda: self.gate)
 
     @property
@@ -80,8 +83,23 @@ class WeightArena:
 
     def locate(self, tensor: torch.Tensor) -> Weight | None:
         """The weight of this tensor object, or None. `index()` must have run since it was assigned."""
-        weight = self._tracked.weights.get(id(tensor))
-        return weight if weight is not None and weight.bound is tensor else None
+        weight = self._tracked.weights.get(id(tensor)) or self._tracked.tables.get(id(tensor))
+        if weight is not None and weight.bound is tensor:
+            return weight
+        if not self.is_table(tensor) or (table := table_of(tensor)) is None:
+            return None
+        return self._tracked.tables.setdefault(id(tensor), table)
+
+    def holds_table(self, weight: Weight) -> bool:
+        """Whether a weight is a table, which is in no slot of the module."""
+        return weight.bound is not None and self._tracked.tables.get(id(weight.bound)) is weight
+
+    def table_on(self, table: Weight, device: torch.device) -> Weight | None:
+        """A copy of a table on another device, which plans update; None if it is too large."""
+        tables = self._tracked.tables
+        place = id(table), device
+        copy = tables.get(place) or copied_table(table, device)
+        return copy and tables.setdefault(place, copy)
 
     def pack(self, weights: Sequence[Weight]) -> Weight | None:
         """One tensor with the rows (dim 0) of all `weights`, which become views of it.
@@ -144,6 +162,7 @@ class WeightArena:
             tracked.weights = {
                 k: w for k, w in tracked.weights.items() if w.plans or self._layouts.strides_of(w.tensor) is not None
             }
+            tracked.tables = {k: w for k, w in tracked.tables.items() if w.plans}
 
     def unbind(self, weights: Sequence[Weight]) -> None:
         """The plan that reads these is dropped."""
@@ -206,7 +225,8 @@ class WeightArena:
         """
         tracked = self._tracked
         with tracked.lock:
-            live = [w for w in weights if id(w) not in tracked.vacant]
+            apart = {*tracked.vacant, *map(id, tracked.tables.values())}
+            live = [w for w in weights if id(w) not in apart]
             return vacancies(live, [*tracked.known(), *tracked.packs.all()], self._layouts)
 
     def vacate(self, given: Sequence[Vacancy]) -> None:
@@ -295,7 +315,7 @@ class WeightArena:
         with tracked.lock:
             laid = tracked.relaid()
             # no reference may keep the old memory alive
-            tracked.weights, tracked.live, tracked.vacant = {}, [], {}
+            tracked.weights, tracked.tables, tracked.live, tracked.vacant = {}, {}, [], {}
             tracked.packs.clear()
             tracked.order.keep(())
             tracked.memo.clear()

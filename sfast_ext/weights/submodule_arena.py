@@ -19,6 +19,7 @@ class SubmoduleArena(WeightArena):
 
     def __init__(self, arena: WeightArena, root: nn.Module) -> None:
         self._tracked = arena._tracked
+        self.is_table = lambda tensor: False
         self._root = root
         self._detector = ChangeDetector([])
         self._containers: set[int] = set()
@@ -42,6 +43,7 @@ class SubmoduleArena(WeightArena):
         if self._epoch != self._tracked.epoch:
             self._epoch = self._tracked.epoch
             self._containers = {id(c) for m in self._root.modules() for c in (m._parameters, m._buffers, m.__dict__)}
+            self._containers |= {id(c) for table in self._tracked.tables.values() for c, _ in table.slots}
             self._detector = self.detector(self._containers)
         return self._containers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Hashable
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ class TrackedWeights:
     Attributes:
         lock: held while anything here is read or written.
         weights: by the id of the tensor in the module. Those of the last index, and all that plans read.
+        tables: see `tables`, by the id of the tensor; copies on another device by that as well.
         live: the weights that plans read.
         vacant: live weights without memory, by the id of the weight.
         banks: those of its weights, see `Banks`.
@@ -43,6 +44,7 @@ class TrackedWeights:
         self.lock = threading.RLock()
         self.weights: dict[int, Weight] = {}
         self.packs = Packs()
+        self.tables: dict[Hashable, Weight] = {}
         self.live: list[Weight] = []
         self.vacant: dict[int, Vacancy] = {}
         self.banks = Banks()
@@ -70,6 +72,7 @@ class TrackedWeights:
                 if w.bound is not None:
                     fresh.setdefault(id(w.bound), w)
             self.weights = fresh
+            self.tables = {key: w for key, w in self.tables.items() if w.plans}
             self.order.keep(self.known())
 
     def _indexed(
@@ -106,7 +109,8 @@ class TrackedWeights:
     def known(self) -> list[Weight]:
         """All weights, those in packs included."""
         parts = [p for pack in self.packs.all() for p in pack.parts]
-        return list({id(w): w for w in [*self.weights.values(), *self.live, *parts]}.values())
+        every = [*self.weights.values(), *self.tables.values(), *self.live, *parts]
+        return list({id(w): w for w in every}.values())
 
     def refresh_live(self) -> None:
         """Plans were bound or dropped."""

@@ -46,6 +46,8 @@ class Weight:
     parts: tuple[Weight, ...] = ()
     plans: int = 0
     """The number of plans that read it. Its address is fixed while there is one."""
+    source: torch.Tensor | None = None
+    """For a table on another device: the tensor whose values each run of a plan copies into the live one."""
 
     def is_current(self, value: torch.Tensor) -> bool:
         """Whether the module still holds the bound tensor, with unchanged memory, strides, device and dtype."""

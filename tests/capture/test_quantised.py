@@ -137,7 +137,8 @@ def test_layers_that_can_be_recorded_are_accelerated():
 def test_a_model_that_reads_another_tensor_is_not_called_quantised(library):
     class Outside(Net):
         def forward(self, x):
-            return super().forward(x) + OUTSIDE
+            # under a name that is put together: nobody knows where it is from
+            return super().forward(x) + globals()["EDISTUO"[::-1]]
 
     net = Outside().eval().requires_grad_(False)
     net.inner[0].__class__ = library("bitsandbytes").Linear
