@@ -173,20 +173,16 @@ def run_passes(gm: fx.GraphModule, ctx: PassContext) -> dict[str, int]:
         at(f"pass {entry.name}")
         counts[entry.name] = counts.get(entry.name, 0) + entry.function(gm, ctx)
     rewrite.eliminate_dead(gm.graph)
-    norm_rotary.dense_pairs(gm.graph)
     return counts
 
 
 def supported(graph: fx.Graph) -> bool:
     """Whether passes may rewrite a graph: no operation reads strides, no size is unknown, no autocast is enabled."""
-    pinned: set[fx.Node] = set()
     for node in graph.nodes:
         if rewrite.enters_autocast(node) and rewrite.argument(node, 2, "enabled") is not False:
             return False
         if node.op == "call_function" and node.target in rewrite.READS_STRIDES:
             return False
-        if rewrite.is_op(node, norm_rotary.TO_COMPLEX) and node in (pinned := pinned or rewrite.mutated(graph)):
-            return False  # a copy that is dense would not be what is written to
         if rewrite.value(node) is not None and rewrite.shape(node) is None:
             return False
     return True

@@ -271,13 +271,3 @@ def norm_rotary(norm: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     replace(rotated, new)
     erase(norm)
     return True
-
-
-def dense_pairs(graph: fx.Graph) -> None:
-    """Makes pairs dense that become complex numbers: rewrites may have changed their layout. Costs nothing if they
-    are."""
-    for node in list(graph.nodes):
-        if is_op(node, TO_COMPLEX):
-            with graph.inserting_before(node):
-                pairs = call(graph, aten.contiguous.default, (node.args[0],), node.args[0])
-            node.args = (pairs,)

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from benchmarks.kernels.transformers import torch_rms_norm, torch_rotary
 from sfast_ext.kernels.pointwise import modulated_norm
 from sfast_ext.kernels.pointwise import norm_rotary as kernel
-from sfast_ext.passes import run_passes
 from sfast_ext.passes.cleanup import cleanup
 from sfast_ext.passes.norm_rotary import norm_rotary, rotary
 from sfast_ext.passes.rms_norm import rms_norm
 
 from .diffusion_transformers import HALF, available, pairs
-from .support import Traced, aten, randn
+from .support import Traced, randn
 
 X = randn(2, 7, 3, 16).to(HALF)
 HEADS_FIRST = randn(2, 3, 7, 16).to(HALF)
@@ -218,24 +217,3 @@ def test_a_conjugate_table() -> None:
     traced = Traced(conjugate, X, TABLE)
     traced.rewrite(cleanup, rotary)
     assert traced.error() < 1e-2
-
-
-def test_what_becomes_complex_is_dense_whatever_passes_do() -> None:
-    """`view_as_complex` takes no pairs that lie apart, as a rewrite may leave them."""
-    traced = Traced(of_columns, X, TABLE)
-    run_passes(traced.gm, traced.ctx)
-    (node,) = traced.find("view_as_complex")
-    assert node.args[0].target is aten.contiguous.default
-    traced.gm.recompile()
-    assert traced.error() == 0
-
-
-def test_complex_numbers_that_are_written_to_stay_as_they_are() -> None:
-    def forward(x: Tensor, table: Tensor) -> Tensor:
-        x = x.float()
-        torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(table.unsqueeze(2))
-        return x
-
-    traced = Traced(forward, X, TABLE)
-    before = traced.ops()
-    assert run_passes(traced.gm, traced.ctx) == {} and traced.ops() == before
