@@ -15,6 +15,7 @@ from .fusion import fusion
 from .rewrite import (
     ADD,
     CAST,
+    HALF,
     KERNEL_DTYPES,
     RESHAPE,
     argument,
@@ -82,8 +83,7 @@ def rotary(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     with graph.inserting_before(last):
         x, cosine, sine = found.x, found.cosine, found.sine
         if found.form == "complex":
-            angles = shape(cosine) or ()
-            cosine = call(graph, aten.view_as_real.default, (cosine,), meta_like(cosine, (*angles, 2), torch.float32))
+            cosine = pairs_of(cosine)
         if heads_first:
             x, cosine, sine = (transposed(graph, t) for t in (x, cosine, sine))  # type: ignore[assignment]
         new = call(graph, kernel.launch, (x, None, None, cosine, sine, found.form), x)
@@ -101,6 +101,22 @@ def transposed(graph: fx.Graph, x: fx.Node | None) -> fx.Node | None:
     if is_op(x, (aten.transpose.int,)) and x.args[1:] == (1, 2):
         return x.args[0]  # type: ignore[return-value]
     return call(graph, aten.transpose.int, (x, 1, 2), meta_like(x, (size[0], size[2], size[1], *size[3:])))
+
+
+def pairs_of(table: fx.Node) -> fx.Node:
+    """A table of complex numbers as pairs in float32, the same node for all that read it."""
+    if dtype(table) != torch.complex64:
+        table = behind(table, aten.to.dtype, (torch.complex64,), shape(table) or (), torch.complex64)
+    return behind(table, aten.view_as_real.default, (), (*(shape(table) or ()), 2), torch.float32)
+
+
+def behind(node: fx.Node, op: Any, args: tuple[Any, ...], size: tuple[int, ...], kind: torch.dtype) -> fx.Node:
+    """An operation on a value at the place where that is computed."""
+    for user in node.users:
+        if is_op(user, (op,)) and user.args == (node, *args) and not user.kwargs and user.prev is node:
+            return user
+    with node.graph.inserting_after(node):
+        return call(node.graph, op, (node, *args), meta_like(node, size, kind))
 
 
 def of_tokens(found: Rotation, place: int) -> bool:
@@ -125,7 +141,7 @@ def complex_rotation(real: fx.Node) -> Rotation | None:
         if not is_op(number, TO_COMPLEX) or only_user(number) is not product or not isinstance(table, fx.Node):
             continue
         x, last = unpaired(number.args[0]), rounded(flat)
-        if x is None or last is None or shape(flat) != shape(x) or dtype(table) != torch.complex64:
+        if x is None or last is None or shape(flat) != shape(x) or not fits(table, x):
             continue
         angles, val = shape(table) or (), value(table)
         if (val is not None and val.is_conj()) or angles[-1:] != (shape(number) or ())[-1:]:
@@ -133,6 +149,12 @@ def complex_rotation(real: fx.Node) -> Rotation | None:
         if same_meta(x, last) and shape(product) == shape(number):
             return Rotation(x, table, None, "complex", last)
     return None
+
+
+def fits(table: fx.Node, x: fx.Node) -> bool:
+    """Whether what is rotated in float32 is rounded no worse: a table in float64 makes the original compute so."""
+    kind = dtype(table)
+    return kind == torch.complex64 or (kind == torch.complex128 and dtype(x) in HALF)
 
 
 def unpaired(pairs: Any) -> fx.Node | None:

@@ -11,6 +11,7 @@ from benchmarks.kernels.transformers import torch_rms_norm, torch_rotary
 from sfast_ext.kernels.pointwise import modulated_norm
 from sfast_ext.kernels.pointwise import norm_rotary as kernel
 from sfast_ext.passes.cleanup import cleanup
+from sfast_ext.passes.cse import cse
 from sfast_ext.passes.norm_rotary import norm_rotary, rotary
 from sfast_ext.passes.rms_norm import rms_norm
 
@@ -100,6 +101,20 @@ def test_complex_numbers_become_one(dtype: torch.dtype) -> None:
     assert traced.rewrite(rms_norm, norm_rotary) == 1
     assert traced.launches(kernel)[0].args[5] == "complex" and traced.ops()["norm_rotary"] == 1
     assert traced.error() < 1e-2
+
+
+def test_a_table_in_float64_as_lumina_has_it() -> None:
+    def forward(x: Tensor, table: Tensor) -> list[Tensor]:
+        return [complexes(x.sin(), table), complexes(x.cos(), table)]
+
+    traced = Traced(forward, X, TABLE.to(torch.complex128))
+    assert traced.rewrite(cleanup, cse, rotary) == 2
+    casts = [node for node in traced.find("to") if node.args[1] == torch.complex64]
+    assert traced.ops()["view_as_real"] == len(casts) == 1  # once for both
+    assert traced.error() < 1e-2
+    for dtype in (torch.float32, torch.float64):  # the original is more exact than the kernel
+        wide = Traced(forward, X.to(dtype), TABLE.to(torch.complex128))
+        assert wide.rewrite(cleanup, cse, rotary) == 0
 
 
 def test_parts_of_a_packed_product() -> None:
