@@ -25,6 +25,7 @@ from .rewrite import (
     erase,
     is_cast,
     is_op,
+    is_pure,
     meta_like,
     only_user,
     overloads,
@@ -58,6 +59,8 @@ class Rotation(NamedTuple):
     sine: fx.Node | None
     form: str
     last: fx.Node
+    read: fx.Node
+    """What reads the angles."""
 
 
 @fusion(TO_REAL | ADD, needs=(kernel.launch,), skip_pinned_inputs=True)
@@ -71,7 +74,10 @@ def rotary(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     Computes in float32, as these do, and rounds once.
     """
     found = complex_rotation(node) if is_op(node, TO_REAL) else real_rotation(node)
-    if found is None or not pinned.isdisjoint({found.x, found.last, found.cosine}):
+    if found is None or not pinned.isdisjoint({found.x, found.last, found.sine}):
+        return False
+    written = found.cosine in pinned
+    if written and (found.form != "complex" or not unchanged(found.read, found.last)):
         return False
     size = shape(found.x) or ()
     if len(size) != 4 or size[-1] > _MAX_COLUMNS or dtype(found.x) not in KERNEL_DTYPES:
@@ -82,6 +88,9 @@ def rotary(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
         return False
     with graph.inserting_before(last):
         x, cosine, sine = found.x, found.cosine, found.sine
+        if written:
+            # a copy: what may lie in memory that is written to would keep all that reads it from being rewritten
+            cosine = call(graph, aten.clone.default, (cosine,), cosine)
         if found.form == "complex":
             cosine = pairs_of(cosine)
         if heads_first:
@@ -90,6 +99,16 @@ def rotary(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
         if heads_first:
             new = transposed(graph, new)  # type: ignore[assignment]
     replace(last, new)
+    return True
+
+
+def unchanged(first: fx.Node, last: fx.Node) -> bool:
+    """Whether nothing writes to any memory from one node on up to another, which comes after it."""
+    node = first
+    while node is not last:
+        node = node.next
+        if node.op == "root" or not is_pure(node):
+            return False
     return True
 
 
@@ -147,7 +166,7 @@ def complex_rotation(real: fx.Node) -> Rotation | None:
         if (val is not None and val.is_conj()) or angles[-1:] != (shape(number) or ())[-1:]:
             continue
         if same_meta(x, last) and shape(product) == shape(number):
-            return Rotation(x, table, None, "complex", last)
+            return Rotation(x, table, None, "complex", last, product)
     return None
 
 
@@ -195,7 +214,7 @@ def real_rotation(add: fx.Node) -> Rotation | None:
                     continue
                 columns = (shape(heads) or ())[-1:]
                 if (shape(cosine) or ())[-1:] == (shape(sine) or ())[-1:] == columns:
-                    return Rotation(heads, cosine, sine, form, last)
+                    return Rotation(heads, cosine, sine, form, last, straight)
     return None
 
 

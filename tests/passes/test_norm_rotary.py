@@ -117,6 +117,38 @@ def test_a_table_in_float64_as_lumina_has_it() -> None:
         assert wide.rewrite(cleanup, cse, rotary) == 0
 
 
+def filled(x: Tensor, table: Tensor) -> Tensor:
+    """Of a table that is written piece by piece, as the refiners of Lumina 2 have it."""
+    whole = torch.zeros(2, 7, 8, dtype=table.dtype)
+    for i in range(2):
+        whole[i, : 5 + i] = table[i, : 5 + i]
+    return complexes(x, whole)
+
+
+def written_later(x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    table = table.clone()
+    rotated = complexes(x, table)
+    table.mul_(2)
+    return rotated, table.abs()
+
+
+def written_inside(x: Tensor, table: Tensor) -> Tensor:
+    table = table.clone()
+    turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * table.unsqueeze(2)
+    table.mul_(2)
+    return torch.view_as_real(turned).flatten(3).type_as(x) + table.abs().mean().to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_tables_that_are_written_are_copied(dtype: torch.dtype) -> None:
+    for body, count in ((filled, 1), (written_later, 1), (written_inside, 0)):
+        traced = Traced(Heads(body), X, TABLE.to(dtype))
+        assert traced.rewrite(cleanup, rotary) == count
+        assert traced.rewrite(rms_norm, norm_rotary) == 1
+        assert traced.ops()["norm_rotary"] == 1 and bool(traced.find("view_as_complex")) == (not count)
+        assert traced.error() < 1e-2
+
+
 def test_parts_of_a_packed_product() -> None:
     def forward(x: Tensor, table: Tensor) -> list[Tensor]:
         return [complexes(part.unflatten(-1, (3, 16)), table) for part in x.sin().chunk(3, -1)[:2]]
