@@ -40,6 +40,7 @@ from . import (
     narrow_conv,
     norm_rotary,
     packed_linear,
+    quantised_linear,
     query_attention,
     rewrite,
     rms_norm,
@@ -88,6 +89,7 @@ PASSES: list[Pass] = [
     Pass("cse", cse.cse, CANONICALIZE, ("cleanup",)),
     # cleanup: `detach_` pins the literals of a forward
     Pass("fold_constants", cse.fold_constants, CANONICALIZE, ("cleanup",)),
+    Pass("quantised_linear", quantised_linear.quantised_linear, CANONICALIZE),
     Pass("silu", silu.silu, CANONICALIZE),
     Pass("rotary", norm_rotary.rotary, CANONICALIZE),
     # cleanup: dropout that drops nothing stands between softmax and matmul
@@ -129,6 +131,9 @@ PASSES: list[Pass] = [
     # layer_norm, geglu, swiglu: the kernels that are replaced, or whose results are quantised
     # linear_accumulate: it needs the linears as they are
     Pass("eight_bits", eight_bits.eight_bits, FUSION, ("layer_norm", "geglu", "swiglu", "linear_accumulate")),
+    # layer_norm, geglu: the kernels that are replaced
+    Pass("quantised_norm", quantised_linear.quantised_norm, FUSION, ("layer_norm",)),
+    Pass("quantised_geglu", quantised_linear.quantised_geglu, FUSION, ("geglu",)),
     # eight_bits: it needs norms and the linears that read them as they are
     # cleanup: between a 1x1 convolution that has become a linear and the norm only one reshape is left
     Pass("linear_layer_norm", linear_layer_norm.linear_layer_norm, FUSION, ("eight_bits", "cleanup")),
