@@ -117,7 +117,8 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[d
     for size in args.sizes:
         given, named = transformers.transformer_inputs(model, *size, tokens=TOKENS)
         functions: dict[str, Any] = {"eager": accelerator.run_original, "ours": model, "compiled": regional}
-        ways = {way: functools.partial(run, *given, **named) for way, run in functions.items() if run is not None}
+        ways: dict[str, Callable[[], Any]] = {}
+        ways |= {way: functools.partial(run, *given, **named) for way, run in functions.items() if run is not None}
         row: dict[str, Any] = {"model": name, "size": size, "weights_mb": weights}
         row["first_call_s"] = {way: round(first_call(call), 2) for way, call in ways.items()}
         # of a forward that fills a table or reads a mask, the plan is made in the second call

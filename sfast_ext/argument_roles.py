@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
+from sfast_ext.argument_contents import Contents, readable
 from sfast_ext.call_signature import Call, Signature, flatten_call, open_numbers, without_sizes
 
 MAX_INPUTS = 16
 """Numbers of one call that become inputs because they change; with more of them all stay constants."""
-MAX_VALUES = 4096
-"""Numbers of a tensor whose content can be part of the signature."""
 _MAX_KNOWN = 256
 
 
@@ -48,9 +47,16 @@ class ArgumentRoles:
         self._read: OrderedDict[Signature, tuple[Any, ...]] = OrderedDict()
         self._forms: OrderedDict[Signature, frozenset[int]] = OrderedDict()
         self._resolved: dict[Signature, _Roles | None] = {}
+        self._contents = Contents()
 
-    def flatten(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Call:
-        """A call as `flatten_call` gives it, or flattened again by the roles of its numbers."""
+    def flatten(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, *, trust: bool = False
+    ) -> Call:
+        """A call as `flatten_call` gives it, or flattened again by the roles of its numbers.
+
+        Args:
+            trust: whether contents may be those of before, see `Call.pending`.
+        """
         if call.signature not in self._resolved:
             self._resolved[call.signature] = self._resolve(call.signature)
         roles = self._resolved[call.signature]
@@ -58,7 +64,7 @@ class ArgumentRoles:
             return call
         if roles.static or roles.inputs:
             call = flatten_call(args, kwargs, device, static_numbers=roles.static, inputs=roles.inputs)
-        return with_contents(call, roles.values) if roles.values else call
+        return self._with_contents(call, roles.values, trust) if roles.values else call
 
     def _resolve(self, signature: Signature) -> _Roles | None:
         """The roles of a call with this signature; None if they are those of a new one."""
@@ -114,7 +120,6 @@ class ArgumentRoles:
         self._set(signature, replace(self.known.get(signature, _Roles()), static=True))
         return True
 
-
     def read_values(self, call: Call, places: frozenset[int]) -> bool | None:
         """The forward reads values that follow from these leaves: their content is part of the signature from now on.
 
@@ -125,10 +130,10 @@ class ArgumentRoles:
         """
         order = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)]
         tensors = frozenset(order.index(i) for i in places if i in order)
-        if len(tensors) < len(places) or not all(_readable(call.leaves[i]) for i in places):
+        if len(tensors) < len(places) or not all(readable(call.leaves[i]) for i in places):
             return False
         signature = open_numbers(call.signature)
-        contents = with_contents(call, tensors).signature.contents
+        contents = self._with_contents(call, tensors).signature.contents
         if any(call.leaves[i].dim() < 2 for i in places):
             last = self._read.get(signature)
             if last != contents:
@@ -140,31 +145,22 @@ class ArgumentRoles:
         _keep(self._forms, form, self._forms.get(form, frozenset()) | tensors)
         return True
 
+    def _with_contents(self, call: Call, tensors: frozenset[int], trust: bool = False) -> Call:
+        """A call with the content of tensors, given by their order, as part of its signature."""
+        places = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)]
+        found = [(order, places[order]) for order in sorted(tensors) if readable(call.leaves[places[order]])]
+        read = [self._contents.read(call.leaves[place], trust) for _, place in found]
+        contents = tuple((order, content) for (order, _), (content, _) in zip(found, read))
+        return replace(
+            call,
+            signature=call.signature._replace(contents=contents),
+            values=frozenset(place for _, place in found),
+            pending=tuple(pending for _, pending in read if pending is not None),
+        )
+
     def _set(self, signature: Signature, roles: _Roles) -> None:
         _keep(self.known, signature, roles)
         self._resolved.clear()
-
-
-def with_contents(call: Call, tensors: frozenset[int]) -> Call:
-    """A call with the content of tensors, given by their order, as part of its signature."""
-    places = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)]
-    tensors = frozenset(order for order in tensors if _readable(call.leaves[places[order]]))
-    contents = tuple((order, content_of(call.leaves[places[order]])) for order in sorted(tensors))
-    return replace(
-        call,
-        signature=call.signature._replace(contents=contents),
-        values=frozenset(places[order] for order in tensors),
-    )
-
-
-def content_of(leaf: torch.Tensor) -> tuple[Any, ...]:
-    """The numbers in a tensor. Of one on a GPU, the CPU waits for them, as it does where a forward reads them."""
-    return tuple(leaf.flatten().tolist())
-
-
-def _readable(leaf: torch.Tensor) -> bool:
-    whole = not leaf.is_floating_point() and not leaf.is_complex()
-    return whole and leaf.numel() <= MAX_VALUES
 
 
 def _keep(known: OrderedDict[Signature, Any], signature: Signature, value: Any) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext import fp32_precision, reasons
+from sfast_ext.argument_contents import Pending
 from sfast_ext.reasons import Declined
 from sfast_ext.torch_state import default_device, python_kernels
 
@@ -36,17 +37,16 @@ class NotOurs(Declined):
 
 
 class Signature(NamedTuple):
-    """Hashable identity of a call: its tree with shapes, dtypes and memory formats, the autocast mode, and torch's
-    numerical flags."""
+    """Hashable identity of a call: its tree with shapes, dtypes and memory formats, and the states of torch."""
 
     tree: Hashable
     mode: tuple[Any, ...]
     flags: int = 0
     """See `numerical_flags`."""
     other_mode: tuple[Any, ...] = ()
-    """Autocast of the device type that the model is not on: a forward may ask for it, or compute a part there."""
+    """Autocast of the device type that the model is not on, where a forward may compute a part."""
     contents: tuple[Any, ...] = ()
-    """What tensors hold whose values the forward reads, with their places among all tensors."""
+    """What tensors hold that the forward reads values of, by their places among all."""
 
     def words(self) -> str:
         """The signature as readable text."""
@@ -61,7 +61,6 @@ class Signature(NamedTuple):
 @dataclass
 class Call:
     """The flattened arguments of one call. `leaves` are tensors, or Python numbers that become tensors."""
-
     signature: Signature
     leaves: list[Any]
     tree: Any
@@ -71,6 +70,8 @@ class Call:
     """Which of those are leaves."""
     values: frozenset[int] = frozenset()
     """The leaves whose content is part of the signature."""
+    pending: Sequence[Pending] = ()
+    """Contents that are to be confirmed."""
 
     def leaf_tensors(self) -> Iterator[torch.Tensor]:
         """The leaves that are tensors."""

@@ -122,6 +122,10 @@ class State(Reachable):
         changes = self._changes(weights=False)
         return next((words(where) for where, _, counts, _ in changes if counts), None)
 
+    def only_filled(self) -> bool:
+        """Whether all that changed was empty before, as what a forward computes at its first use and keeps."""
+        return all(undo.was_empty for _, undo, counts, _ in self._changes(weights=False) if counts)
+
     def put_back(self, *, ignored_too: bool = False) -> tuple[str | None, bool]:
         """Put everything back; ignored attributes if that is asked for.
 
@@ -210,6 +214,12 @@ class _Undo:
         self._function, self._args = function, args
         self.now, self.ignored = now, ignored
 
+    @property
+    def was_empty(self) -> bool:
+        """Whether there was nothing before in the place that was changed."""
+        was = self._args[_BEFORE[self._function]] if self._function in _BEFORE else self
+        return was is None or was is _absent or (isinstance(was, (tuple, list, dict, set)) and not was)
+
     def __call__(self) -> None:
         self._function(*self._args)
 
@@ -241,6 +251,10 @@ def _set_contents(tensor: torch.Tensor, kept: torch.Tensor | None) -> None:
     if kept is not None:
         with torch.no_grad():
             tensor.detach().copy_(kept)
+
+
+# which argument is the value of before
+_BEFORE: dict[Any, int] = {_set_item: 2, _set_attribute: 2, _set_cell: 1}
 
 
 def _plain(container: Any) -> Any:

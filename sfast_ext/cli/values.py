@@ -13,7 +13,7 @@ from typing import Any
 
 from sfast_ext.tools.lib import Unavailable, names, weight_files
 
-ENGINES = ("sfast", "eager", "eager-channels-last", "cudagraph", "torch-compile")
+ENGINES = ("sfast", "eager", "eager-channels-last", "cudagraph", "torch-compile", "torch-compile-blocks")
 ATTENTIONS = ("sdp", "plain", "sliced", "xformers", "doggettx", "v1", "invokeai", "subquad")
 DTYPES = ("float16", "bfloat16", "float32")
 SMALLEST, LARGEST = 64, 8192

@@ -39,7 +39,9 @@ STORED_IN_KINDS = Kind("quantised", "the model is quantised or stored in {}",
 INSIDE = Kind("attention-features", "{} works inside the UNet", OFF)
 OPTION_INSIDE = Kind("attention-features", "{}, an option that an extension has set, works inside the UNet", OFF)
 CALL_REPLACED = Kind("compiled", "another function is in the place of the model's own call, torch.compile perhaps", OFF)
-NO_UNET = Kind("no-unet", "{} has no UNet", "load a Stable Diffusion 1 or XL model to accelerate")
+NO_UNET = Kind("no-unet", "{} has no UNet, and no transformer that is accelerated",
+    "load a Stable Diffusion 1 or XL, Anima, Lumina 2, Z-Image, Chroma or Flux model to accelerate")
+ONLY_UNETS = Kind("no-unet", "{} has no UNet", "load a Stable Diffusion 1 or XL model to accelerate")
 
 OTHER_OFFLOAD = "choose 'balanced' or 'none' in Settings > Model Offloading to accelerate"
 OFFLOAD_BY_LAYERS = Kind("offload", "offload mode '{}' moves the weights to the GPU layer by layer", OTHER_OFFLOAD)
@@ -56,7 +58,8 @@ REFINER_MOVED = Kind("offload",
 COMPILED = Kind("compiled", "SD.Next has compiled this model",
     "turn off Compile Model in Settings > Model Compile to accelerate")
 QUANTISED = Kind("quantised", "the model is quantised ({})", "load one that is not quantised to accelerate")
-NO_UNET_IN_PIPELINE = Kind("no-unet", "{} has no UNet", "load a Stable Diffusion 1, 2 or XL model to accelerate")
+NO_UNET_IN_PIPELINE = Kind("no-unet", "{} has no UNet, and no transformer that is accelerated",
+    "load a Stable Diffusion 1, 2 or XL, Anima, Lumina 2, Z-Image, Chroma or Flux model to accelerate")
 PAG = Kind("attention-features", "perturbed attention guidance (PAG) replaces attention processors between steps", OFF)
 REFERENCE = Kind("attention-features", "the Reference unit keeps state in the layers", OFF)
 SPARSE_ATTENTION = Kind("attention-features", "sparse attention chooses by content, and by the step, what is computed",

@@ -87,6 +87,8 @@ class PlanBuilder:
         self._op_sequences: dict[Hashable, set[OpSequence]] = {}
         self.changes = StateChanges()
         self.roles = ArgumentRoles()
+        self._filled = False
+        """Whether a call of the model filled what was empty, which is no reason to report."""
         self._one_by_one = False
         """Whether equal blocks are recorded one by one: a plan was wrong in which they were recorded once."""
         self._noise: dict[tuple[torch.dtype, ...], list[float]] = {}
@@ -112,6 +114,11 @@ class PlanBuilder:
         reason = reasons.KEEPS_STATE(place)
         if self.changes.record(lookup.shape_signature, lookup.key, place, reason):
             self._cache.reject(lookup.key, reason)
+        elif state.only_filled() and not self._filled:
+            # tables of rotary embeddings; the plan is made at the next call
+            self._filled = True
+            self._context.report.event("state", f"filled by the first call: {place}")
+            return False
         else:
             self._context.report.bypassed(reason)
         # what it changes may be part of the key, which then is another one at each call

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sfast_ext import reasons
+from sfast_ext.argument_contents import settled
 from sfast_ext.argument_roles import ArgumentRoles
 from sfast_ext.behaviour.key import BehaviourKeys
 from sfast_ext.call_signature import Call, NotOurs, Signature, first_difference, flatten_call, tensors_alone
@@ -151,7 +152,7 @@ class PlanFinder:
         current.stage = "arguments"
         call = flatten_call(args, kwargs, device)
         if self._roles.known:
-            call = self._roles.flatten(call, args, kwargs, device)
+            call = self._roles.flatten(call, args, kwargs, device, trust=speculate)
         if hooks.prepare is not None:
             # before the key is read: it may add a bias to a layer
             _ask("prepare", hooks.prepare)
@@ -175,7 +176,7 @@ class PlanFinder:
             key = key._replace(eight_bits=True)
         plan = self._cache.plans.get(key)
         if plan is None and self._roles.open_changed(call):
-            call = self._roles.flatten(call, args, kwargs, device)
+            call = self._roles.flatten(call, args, kwargs, device, trust=speculate)
             key = key._replace(signature=call.signature)
             plan = self._cache.plans.get(key)
         if plan is not None and plan.built_for is not None and plan.built_for != call.nested:
@@ -184,6 +185,8 @@ class PlanFinder:
         compared = plan is not None and self._is_compared(plan)
         # weights often change between generations
         speculate = speculate and plan is not None and not compared and not due and self._may_speculate(plan)
+        if not speculate and not settled(call.pending):
+            return self.find(args, kwargs, speculate=False)
         key_confirmed = key_confirmed or (not speculate and self.keys.trusted)
         if not key_confirmed and (plan is None or compared):
             # An unconfirmed key is good enough to run a plan, but not to refuse one: the obstacle may be gone.
@@ -229,6 +232,8 @@ class PlanFinder:
         Raises:
             WeightsAway, WeightsChanged: see `WeightArena.sync`.
         """
+        if not settled(lookup.call.pending):
+            return False
         if not lookup.key_confirmed:
             current.stage = "behaviour key"
             behaviour, foreign = self.keys.current()

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from sfast_ext.runtime.verify import relative_error
-from sfast_ext.tools.lib import engines, exact, machine, models, names, pace, pipelines, rates, trace
+from sfast_ext.tools.lib import engines, exact, machine, models, names, pace, pipelines, rates, trace, transformers
 from sfast_ext.tools.lib.ways import OURS, Way, side_by_side, words_of
 from sfast_ext.tools.text import number, significant, table
 
@@ -69,13 +69,15 @@ def cases(options: Options) -> list[Case]:
 
 
 def make_unet(model: str, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A UNet by its name, see `names.ALL`, or that of a path.
+    """A UNet or a transformer by its name, see `names.ALL`, or that of a path.
 
     Raises:
         Unavailable: it cannot be loaded.
     """
     if model == names.DIGITS:
         return pipelines.trained_pipeline(dtype=dtype, device=device).unet
+    if transformers.is_transformer(model):
+        return transformers.random_transformer(model, dtype=dtype, device=device)
     if model in models.NAMES + models.TINY_NAMES:
         return models.random_unet(model, dtype=dtype, device=device)
     return pipelines.load_unet(model, dtype=dtype, device=device)
@@ -90,7 +92,8 @@ class Bench:
 
     def __init__(self, options: Options, device: torch.device) -> None:
         self.options, self.device = options, device
-        dtype = options.ours.dtype or ("float16" if device.type == "cuda" else "float32")
+        half = "bfloat16" if transformers.is_transformer(options.model) else "float16"
+        dtype = options.ours.dtype or (half if device.type == "cuda" else "float32")
         self.dtype: torch.dtype = getattr(torch, dtype)
         # with PyTorch's attention; what references and FLOPs are of
         self._unet = make_unet(options.model, dtype=self.dtype, device=device)
@@ -116,10 +119,13 @@ class Bench:
             self._forms[key] = way.model(copy.deepcopy(self._unet))
         return self._forms[key]
 
+    def _inputs(self, width: int, height: int, images: int) -> transformers.Inputs:
+        return transformers.inputs_of(self._unet, width, height, images, tokens=self.options.tokens)
+
     @torch.no_grad()
     def measure(self, case: Case, keep: Callable[[Rows], None] = lambda rows: None) -> Rows:
         """A row for each engine; `keep` is handed them as soon as they are measured, before the profiler runs."""
-        args, kwargs = models.unet_inputs(self._unet, case.width, case.height, case.images, tokens=self.options.tokens)
+        args, kwargs = self._inputs(case.width, case.height, case.images)
         # libraries load and the GPU wakes up: no engine's first call is to pay for that
         with pace.said(self.device, len(self.engines) * (self.options.iterations + FURTHER_CALLS)):
             self._unet(*args, **kwargs)
@@ -206,9 +212,7 @@ class Bench:
         if ours is None:
             return
         own = ours.args, ours.kwargs
-        args, kwargs = models.unet_inputs(
-            self._unet, case.width + WIDER, case.height, case.images, tokens=self.options.tokens
-        )
+        args, kwargs = self._inputs(case.width + WIDER, case.height, case.images)
         row = next(row for row in rows if row["engine"] == "sfast")
         try:
             row["further_size_s"] = self._first_call(ours, args, kwargs)

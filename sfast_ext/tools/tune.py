@@ -11,7 +11,7 @@ import torch
 from sfast_ext import environment
 from sfast_ext.kernels.backend import choices
 from sfast_ext.tools import bench, measured
-from sfast_ext.tools.lib import engines, machine, models
+from sfast_ext.tools.lib import engines, machine, transformers
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C."""
@@ -30,12 +30,13 @@ class Options:
 def tune(options: Options, device: torch.device) -> int:
     """Measure; returns how many shapes were new."""
     cases = [(size, images) for size in options.sizes for images in options.batches]
-    unet = bench.make_unet(options.model, dtype=torch.float16, device=device)
+    half = torch.bfloat16 if transformers.is_transformer(options.model) else torch.float16
+    unet = bench.make_unet(options.model, dtype=half, device=device)
     with choices.measuring(None, thorough=True) as budget, torch.no_grad():
         for done, ((width, height), images) in enumerate(cases, start=1):
             print(f"{done} of {len(cases)}: {width}x{height}, {images} at once …", file=sys.stderr, flush=True)
             before, began = budget.measured, time.perf_counter()
-            args, kwargs = models.unet_inputs(unet, width, height, images, tokens=options.tokens)
+            args, kwargs = transformers.inputs_of(unet, width, height, images, tokens=options.tokens)
             engine = engines.StableFast(unet)
             try:
                 engine.start(args, kwargs)

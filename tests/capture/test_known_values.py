@@ -9,7 +9,8 @@ from small_net import CPU, close, counters, no_gradients  # noqa: F401
 from torch import nn
 
 from sfast_ext import accelerate
-from sfast_ext.argument_roles import MAX_VALUES, ArgumentRoles
+from sfast_ext.argument_contents import MAX_VALUES
+from sfast_ext.argument_roles import ArgumentRoles
 from sfast_ext.call_signature import NotOurs, flatten_call
 from sfast_ext.capture import fake_trace
 from sfast_ext.capture.known_values import ReadsArguments

@@ -48,7 +48,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     length.add_argument("--minutes", type=float, help="goes on for so long instead")
     length.add_argument("--play", nargs="+", metavar=("MODEL:SEED", "EVENT:SEED"), help="these events and no others")
     parser.add_argument("--seed", type=int, default=0, help="of the first model; the next has the next")
-    parser.add_argument("--model", choices=("both", "small", "wide", "tokens", "unet"), default="both")
+    parser.add_argument("--model", choices=("both", "small", "wide", "tokens", "transformer", "unet"), default="both")
     parser.add_argument("--device", choices=("cpu", "cuda", "pretended"), default="cpu")
     parser.add_argument("--eight-bits", action="store_true", help="products of 8-bit integers, in half precision")
     parser.add_argument("--without", choices=("triton",), help="what no plan uses")
@@ -186,7 +186,7 @@ def play(soak: Soak, options: argparse.Namespace) -> None:
                 break
             small = "tokens" if options.eight_bits else "small"
             kind = options.model if options.model != "both" else ("unet" if seed % 10 == 9 else small)
-            soak.model(kind, seed, list(machine.sequence(seed, min(EACH, left), soak.on)))
+            soak.model(kind, seed, list(machine.sequence(seed, min(EACH, left), soak.on, kind)))
             # a run that is ended from outside leaves what it came to
             write(options.json, soak.result())
             print(f"\r{soak.kinds.total()} events, seed {seed}", end="", file=sys.stderr, flush=True)

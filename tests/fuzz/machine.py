@@ -19,6 +19,7 @@ from fuzz import (
     stack_events,
     state_events,
     thread_events,
+    transformer_events,
     value_events,
     weight_events,
 )
@@ -188,7 +189,7 @@ PRETENDED_EVENTS = {
     weight_events.memory_given_back: 8,
 }  # fmt: skip
 _EVENTS = {"cpu": EVENTS, "cuda": GPU_EVENTS, "pretended": PRETENDED_EVENTS}
-BY_NAME = {event.__name__: event for event in (*EVENTS, *GPU_EVENTS)}
+BY_NAME = {event.__name__: event for event in (*EVENTS, *GPU_EVENTS, *transformer_events.EVENTS)}
 
 
 def listed(events: dict[Event, int]) -> list[str]:
@@ -222,10 +223,12 @@ def finish(w: World) -> None:
         raise Wrong(f"{type(exc).__name__}: {exc}\nafter a release; play it again: {w.again()}") from exc
 
 
-def sequence(seed: int, events: int, on: Ground) -> list[tuple[str, int]]:
-    """The events of a seed."""
+def sequence(seed: int, events: int, on: Ground, kind: str = "small") -> list[tuple[str, int]]:
+    """The events of a seed, for a model of this kind."""
     rng = random.Random(seed)
     names = listed(_EVENTS[on.name])
+    if kind == "transformer":
+        names += listed(transformer_events.EVENTS)
     return [(rng.choice(names), rng.getrandbits(32)) for _ in range(events)]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from sfast_ext.tools.lib import models
 
 CONTEXT = 8
-CHANNELS = {"small": 8, "wide": 32, "tokens": 64}
+CHANNELS = {"small": 8, "wide": 32, "tokens": 64, "transformer": 8}
 """Of the nets of each kind that is no UNet; `mma_gemm` takes those of 32, 8-bit integers those of 64."""
 CPU = torch.device("cpu")
 
@@ -130,6 +130,58 @@ class SmallNet(nn.Module):
         return {"sample": h} if return_dict else (h,)
 
 
+class Rope:
+    """Rotary tables as transformers have them: made at the first use, in a list of an object that is no module."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.tables: list[torch.Tensor] | None = None
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens, of which each pair of channels is turned by an angle of its place."""
+        if self.tables is None:
+            angles = torch.outer(torch.arange(512.0), 0.5 ** torch.arange(self.width // 2))
+            self.tables = [torch.polar(torch.ones_like(angles), angles)]
+        turns = self.tables[0].to(tokens.device)[torch.arange(tokens.shape[1], device=tokens.device)]
+        pairs = torch.view_as_complex(tokens.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turns).flatten(-2).type_as(tokens)
+
+
+class RotaryBlock(Block):
+    """With a transformer block as of Lumina 2: RMS norms, modulation, rotary embedding and SwiGLU."""
+
+    rope: Rope
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.modulation, self.rms_norm = nn.Linear(width, 3 * width), nn.RMSNorm(width, eps=1e-5)
+
+    def forward(self, x, emb, context):
+        h = x + self.conv(nn.functional.silu(self.norm(x))) + self.time(nn.functional.silu(emb))[:, :, None, None]
+        tokens = h.flatten(2).transpose(1, 2)
+        scale, gate, shift = self.modulation(nn.functional.silu(emb)).unsqueeze(1).chunk(3, dim=-1)
+        turned = self.rope(self.rms_norm(tokens) * (1 + scale) + shift)
+        tokens = tokens + gate.tanh() * self.token_norm(self.self_attention(turned))
+        tokens = tokens + self.cross_attention(tokens, context)
+        value, gate = self.ff(self.rms_norm(tokens)).chunk(2, dim=-1)
+        tokens = tokens + nn.functional.silu(value) * gate
+        return tokens.transpose(1, 2).reshape(h.shape)
+
+
+class TransformerNet(SmallNet):
+    """What transformers do and UNets do not: tables of rotary embeddings, and lengths of prompts that are read."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, RotaryBlock)
+        self.rope = self.blocks[0].rope = Rope(width)  # type: ignore[assignment]
+
+    def forward(self, sample, timestep, encoder_hidden_states, residual=None, scale=1.0, return_dict=True, mask=None):
+        tokens = encoder_hidden_states.shape[1]
+        prompts = zip(encoder_hidden_states, mask.sum(dim=1).tolist())
+        context = torch.stack([nn.functional.pad(each[:n], (0, 0, 0, tokens - n)) for each, n in prompts])
+        return super().forward(sample, timestep, context, residual, scale, return_dict)
+
+
 @dataclass
 class Request:
     """What is asked for until the next event changes it; values are drawn anew at each call."""
@@ -143,6 +195,8 @@ class Request:
     residual: bool = False
     scale: str | None = None
     strided: bool = False
+    missing: int = 0
+    """Tokens that the first prompt of a transformer has less."""
 
 
 TIMESTEPS = ("int", "float", "0-d", "0-d float", "1-d", "1-d of one")
@@ -187,6 +241,9 @@ def arguments(
         if request.scale is not None:
             value = rng.uniform(0.5, 1.5)
             named["scale"] = torch.tensor(value) if request.scale == "tensor" else value
+    if kind == "transformer":
+        named["mask"] = torch.ones(request.batch, request.tokens, dtype=torch.int64, device=device)
+        named["mask"][0, request.tokens - request.missing :] = 0
     if request.style == "tuple result":
         named["return_dict"] = False
     positional: list[Any] = []
@@ -197,9 +254,11 @@ def arguments(
 
 
 def make(kind: str, seed: int) -> nn.Module:
-    """A model of random weights, in fp32 on the CPU: "small", "wide", "tokens" or "unet"."""
+    """A model of random weights, in fp32 on the CPU: "small", "wide", "tokens", "transformer" or "unet"."""
     if kind == "unet":
         return models.tiny_unet("sd15", seed=seed)
+    if kind == "transformer":
+        return models.randomise(TransformerNet(CHANNELS[kind]), seed).eval()
     return models.randomise(SmallNet(CHANNELS[kind], TokenBlock if kind == "tokens" else Block), seed).eval()
 
 

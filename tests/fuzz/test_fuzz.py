@@ -83,6 +83,11 @@ def test_events_on_a_real_unet():
     assert w.plan_runs > 5
 
 
+def test_events_on_a_transformer():
+    w = machine.run("transformer", 2, machine.sequence(2, 60, machine.ground.CPU, "transformer"))
+    assert w.plan_runs > 20
+
+
 @pytest.mark.parametrize("part", range(2))
 def test_a_release_after_each_kind_of_event_leaves_an_untouched_model(part):
     w = World("small", 100 + part)

@@ -117,8 +117,9 @@ class ForgeSession(WebUISession):
         if compiled or _call_is_replaced(holder_of(model)):
             # Forge's torch.compile would compile our forward
             return reasons.CALL_REPLACED()
-        if type(unet).__name__ != self.PROGRAM.unet:
-            return reasons.NO_UNET(type(unet).__name__)
+        if type(unet).__name__ not in self.PROGRAM.networks:
+            kind = reasons.NO_UNET if len(self.PROGRAM.networks) > 1 else reasons.ONLY_UNETS
+            return kind(type(unet).__name__)
         return None
 
 

@@ -18,7 +18,12 @@ PATCHES = ("patches", "patches_replace", "block_modifiers", "block_inner_modifie
 WRAPPERS = "wrappers"
 """Functions around a forward and around others, by what they are around, of `transformer_options` in reForge."""
 
-NOTED = frozenset({"original_shape", "transformer_index", "block", "block_index", "activations_shape"})
+NOTED = frozenset(
+    {
+        "original_shape", "transformer_index", "block", "block_index", "activations_shape", "total_blocks",
+        "block_type",
+    }
+)  # fmt: skip
 """What a forward itself notes in `transformer_options`, before it reads it."""
 
 PASSED_ON = frozenset(
@@ -44,7 +49,7 @@ class Program:
     """One of them.
 
     Args:
-        unet: the class of the UNets that are accelerated.
+        networks: the classes of the UNets and transformers that are accelerated.
         token_merging: the module whose patches merge tokens.
         read: keyword arguments that the forward reads, in addition to those of its signature.
         bookkeeping: attributes of layers in which the program notes what it did. The weights themselves, and what
@@ -53,7 +58,7 @@ class Program:
         weights_bypass_reason: why no plan can be made of the UNet as its weights are.
     """
 
-    unet: str
+    networks: frozenset[str]
     token_merging: str
     read: frozenset[str]
     bookkeeping: frozenset[str]
@@ -85,7 +90,16 @@ def _cast_bypass_reason(holder: Any, unet: nn.Module, casts: bool) -> Reason | N
 
 
 NEO = Program(
-    "IntegratedUNet2DConditionModel",
+    frozenset(
+        {
+            "IntegratedUNet2DConditionModel",
+            "Anima",
+            # of Lumina 2 and of Z-Image
+            "NextDiT",
+            "IntegratedChromaTransformer2DModel",
+            "IntegratedFluxTransformer2DModel",
+        }
+    ),
     "backend.misc.tomesd",
     frozenset({"timesteps", "context", "y", "control"}),
     frozenset(
@@ -122,7 +136,7 @@ def _forge_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
 
 
 FORGE = Program(
-    "IntegratedUNet2DConditionModel",
+    frozenset({"IntegratedUNet2DConditionModel"}),
     "backend.misc.tomesd",
     frozenset({"timesteps", "context", "y", "control"}),
     # the sizes are noted when a model is loaded in parts; with LoRA in a layer calls are bypassed
@@ -157,7 +171,7 @@ def _cast_kinds(unet: nn.Module, layers: list[nn.Module]) -> Reason | None:
 
 
 CLASSIC = Program(
-    "UNetModel",
+    frozenset({"UNetModel"}),
     "ldm_patched.modules.tomesd",
     # the last three are of models for video, which have the same class
     frozenset({"timesteps", "context", "y", "control", "num_video_frames", "image_only_indicator", "time_context"}),
@@ -179,7 +193,7 @@ def _reforge_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
 
 
 REFORGE = Program(
-    "UNetModel",
+    frozenset({"UNetModel"}),
     "ldm_patched.contrib.nodes_tomesd",
     CLASSIC.read,
     # a layer has its own lists once it was loaded in parts; while anything is in them, calls are bypassed

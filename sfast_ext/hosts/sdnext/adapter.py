@@ -28,6 +28,17 @@ from sfast_ext.ui import settings_table
 VAE = "AutoencoderKL"
 """The class of the VAEs of Stable Diffusion 1, 2 and XL."""
 
+TRANSFORMERS = frozenset(
+    {
+        "CosmosTransformer3DModel",
+        "Lumina2Transformer2DModel",
+        "ZImageTransformer2DModel",
+        "ChromaTransformer2DModel",
+        "FluxTransformer2DModel",
+    }
+)
+"""The classes of the transformers that are accelerated, the first one that of Anima."""
+
 
 def detect() -> bool:
     """Whether this process is SD.Next."""
@@ -261,8 +272,13 @@ def _refiner() -> Any:
 
 
 def _unet(pipe: Any) -> nn.Module | None:
+    """The network that makes the steps: a UNet, or a transformer of a known class."""
     unet = getattr(pipe, "unet", None)
-    return unet if isinstance(unet, nn.Module) else None
+    if isinstance(unet, nn.Module):
+        return unet
+    transformer = getattr(pipe, "transformer", None)
+    known = any(kind.__name__ in TRANSFORMERS for kind in type(transformer).__mro__)
+    return transformer if isinstance(transformer, nn.Module) and known else None
 
 
 def _controlnets_of(pipe: Any) -> list[nn.Module]:

@@ -12,6 +12,7 @@ from torch import nn
 from sfast_ext import Config, accelerate
 from sfast_ext.timing import Timer, timer
 from sfast_ext.tools.lib import attentions, machine
+from sfast_ext.tools.lib.transformers import result_of
 
 Call = Callable[[], torch.Tensor]
 
@@ -34,12 +35,12 @@ class Engine:
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sample, *others = args
-        if self.channels_last:
+        if self.channels_last and isinstance(sample, torch.Tensor) and sample.dim() == 4:
             sample = sample.contiguous(memory_format=torch.channels_last)
         self.args, self.kwargs = (sample, *others), kwargs
 
     def call(self) -> torch.Tensor:
-        return self.unet(*self.args, **self.kwargs)[0]
+        return result_of(self.unet(*self.args, **self.kwargs))
 
     def stop(self) -> None:
         pass
@@ -65,7 +66,7 @@ class CudaGraph(Engine):
     _graph: torch.cuda.CUDAGraph | None = None
 
     def _function(self) -> torch.Tensor:
-        return self.unet(*self.args, **self.kwargs)[0]
+        return result_of(self.unet(*self.args, **self.kwargs))
 
     def call(self) -> torch.Tensor:
         if self._graph is None:
@@ -101,13 +102,30 @@ class TorchCompile(CudaGraph):
         self._compiled = torch.compile(self.unet, fullgraph=True, dynamic=False)
 
     def _function(self) -> torch.Tensor:
-        return self._compiled(*self.args, **self.kwargs)[0]
+        return result_of(self._compiled(*self.args, **self.kwargs))
 
     def call(self) -> torch.Tensor:
         return super().call() if self.device.type == "cuda" else self._function()
 
     def stop(self) -> None:
         super().stop()
+        torch._dynamo.reset()
+
+
+class TorchCompileBlocks(Engine):
+    """torch.compile of a transformer's repeated blocks, as diffusers' `compile_repeated_blocks` does."""
+
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().start(args, kwargs)
+        torch._dynamo.reset()
+        names = getattr(self.unet, "_repeated_blocks", None) or getattr(self.unet, "_no_split_modules", None) or ()
+        for module in self.unet.modules():
+            if type(module).__name__ in names:
+                module.compile(fullgraph=True, dynamic=False)
+
+    def stop(self) -> None:
+        for module in self.unet.modules():
+            module._compiled_call_impl = None
         torch._dynamo.reset()
 
 
@@ -150,6 +168,7 @@ ENGINES: dict[str, type[Engine]] = {
     "eager-channels-last": EagerChannelsLast,
     "cudagraph": CudaGraph,
     "torch-compile": TorchCompile,
+    "torch-compile-blocks": TorchCompileBlocks,
 }
 NEEDS_GPU = frozenset({"cudagraph"})
 

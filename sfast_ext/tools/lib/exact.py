@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from sfast_ext.tools.lib.transformers import result_of
+
 # computed at once: the rows of one image under guidance
 ROWS = 2
 
@@ -47,7 +49,12 @@ class Exact:
 
     @torch.no_grad()
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Its first output for the arguments of a call, of which the first is the latent (N, C, H, W)."""
+        """Its first output for the arguments of a call, of which the first is the latent (N, C, H, W). Of a list of
+        latents all are computed at once."""
+        if not isinstance(args[0], torch.Tensor):
+            wide, named = _in_fp32((args, kwargs))
+            with without_tf32():
+                return result_of(self._unet(*wide, **named))
         batch = args[0].shape[0]
         with without_tf32():
             parts = [rows((args, kwargs), batch, slice(first, first + ROWS)) for first in range(0, batch, ROWS)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sfast_ext.tools.lib.models import randomise, without_initialisation
+from sfast_ext.tools.lib.models import TOKENS, randomise, unet_inputs, without_initialisation
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -129,7 +129,7 @@ def transformer_inputs(
     height: int = 64,
     images: int = 1,
     *,
-    tokens: int | tuple[int, ...] = 77,
+    tokens: int | tuple[int, ...] = TOKENS,
     seed: int = 0,
     timestep: float = 0.6,
 ) -> Inputs:
@@ -207,6 +207,12 @@ def _chroma(config: Any, noise: Any, h: int, w: int, tokens: tuple[int, ...], t:
 _MAKERS: dict[str, Callable[..., Inputs]] = {
     "lumina2": _lumina2, "z-image": _z_image, "anima": _anima, "flux": _flux, "chroma": _chroma,
 }  # fmt: skip
+
+
+def inputs_of(model: nn.Module, width: int, height: int, images: int = 1, *, tokens: int = TOKENS) -> Inputs:
+    """The arguments of one call of a UNet or of a transformer, sizes in pixels."""
+    make: Callable[..., Inputs] = unet_inputs if kind_of(model) is None else transformer_inputs
+    return make(model, width, height, images, tokens=tokens)
 
 
 def result_of(found: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sfast_ext.kernels.backend import triton_runtime
-from sfast_ext.tools.lib import Unavailable, attentions, engines
+from sfast_ext.tools.lib import Unavailable, attentions, engines, transformers
 
 LOSSY = {"faster_sums": "faster sums", "eight_bits": "8 bits"}
 """Fields of `Config` that change details of an image, in words."""
@@ -77,7 +77,10 @@ class Way:
         Raises:
             Unavailable: it cannot be had here.
         """
-        attentions.install(unet, self.attention, upcast=self.upcast)
+        if transformers.kind_of(unet) is None:
+            attentions.install(unet, self.attention, upcast=self.upcast)
+        elif self.model_key != OURS.model_key:
+            raise Unavailable("a transformer has its own attention, by PyTorch")
         return unet
 
     def start(self, unet: nn.Module) -> engines.Engine:
