@@ -17,6 +17,8 @@ HEADS = [(1, 4352, 30, 128, "complex"), (2, 4352, 24, 96, "complex"), (2, 4096, 
 HEADS += [(1, 4608, 24, 128, "neighbours")]
 # rows, columns: Z-Image, Lumina 2
 GATED = [(4352, 10240), (8704, 9216)]
+# rows, columns of the result, inner dimension: Flux and Chroma
+GELU = [(4096, 12288, 3072), (4608, 12288, 3072)]
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -145,10 +147,22 @@ def _swiglu(o: Any, case: Callable[..., Any]) -> Iterator[Any]:
         yield case("swiglu", f"{rows}x{columns}", torch_swiglu, [gate, value], {})
 
 
+def torch_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """As blocks of diffusers write it."""
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
+def _linear_gelu(o: Any, case: Callable[..., Any]) -> Iterator[Any]:
+    for rows, columns, inner in GELU:
+        tensors = [o.randn(rows, inner), o.randn(columns, inner) * inner**-0.5, o.randn(columns)]
+        yield case("linear_gelu", f"{rows}x{columns}x{inner}", torch_linear_gelu, tensors, {})
+
+
 CASES: dict[str, Callable[..., Iterator[Any]]] = {
     "norm_rotary": _norm_rotary,
     "modulated_norm": _modulated_norm,
     "gated_residual": _gated_residual,
     "gated_norm": _gated_norm,
     "swiglu": _swiglu,
+    "linear_gelu": _linear_gelu,
 }

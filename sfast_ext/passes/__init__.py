@@ -34,6 +34,7 @@ from . import (
     layer_norm,
     linear_accumulate,
     linear_geglu,
+    linear_gelu,
     linear_layer_norm,
     mma_products,
     modulated_norm,
@@ -134,6 +135,8 @@ PASSES: list[Pass] = [
     # layer_norm, geglu: the kernels that are replaced
     Pass("quantised_norm", quantised_linear.quantised_norm, FUSION, ("layer_norm",)),
     Pass("quantised_geglu", quantised_linear.quantised_geglu, FUSION, ("geglu",)),
+    # eight_bits: it needs the linears as they are
+    Pass("linear_gelu", linear_gelu.linear_gelu, FUSION, ("eight_bits",)),
     # eight_bits: it needs norms and the linears that read them as they are
     # cleanup: between a 1x1 convolution that has become a linear and the norm only one reshape is left
     Pass("linear_layer_norm", linear_layer_norm.linear_layer_norm, FUSION, ("eight_bits", "cleanup")),

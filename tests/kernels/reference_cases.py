@@ -178,6 +178,11 @@ def _linear_accumulate(device: torch.device) -> tuple[Any, ...]:
     return randn(9, 64, dtype=HALF, device=device), _matrix(device, 32, 64), randn(9, 32, dtype=HALF, device=device)
 
 
+@_of("linear_gelu")
+def _linear_gelu(device: torch.device) -> tuple[Any, ...]:
+    return randn(9, 64, dtype=HALF, device=device), _matrix(device, 32, 64), *_vectors(device, 1, 32)
+
+
 @_of("mma_linear")
 def _mma_linear(device: torch.device) -> tuple[Any, ...]:
     return (randn(70, 64, dtype=HALF, device=device), _matrix(device, 168, 64), *_vectors(device, 1, 168))

@@ -220,6 +220,17 @@ def in_8_bits() -> Traced:
     return traced
 
 
+class FeedForward(nn.Module):
+    """Of Flux, with its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(F.layer_norm(x, [C])), approximate="tanh"))
+
+
 def in_8_bits_of(block: nn.Module, inputs: list[Tensor]) -> Traced:
     given = half(inputs)
     found = Traced(block.to(HALF), *given)
@@ -261,6 +272,7 @@ NETS: dict[str, Callable[[], Traced]] = {
     "casts": lambda: Traced(in_float, *TOKENS),
     "Z-Image": lambda: traced("Z-Image"),
     "Flux": lambda: traced("Flux"),
+    "GELU in 8 bits": lambda: in_8_bits_of(FeedForward(), [randn(2, 160, C)]),
     "Z-Image in 8 bits": lambda: in_8_bits_of(*z_image(tokens=160, width=192)),
 }
 
@@ -325,6 +337,7 @@ PROOFS: dict[str, tuple[str, str]] = {
     "eight_bits after linear_accumulate": ("8 bits", "linear_accumulate"),
     "quantised_norm after layer_norm": ("a quantised layer", "quantised_norm"),
     "quantised_geglu after geglu": ("a quantised layer", "quantised_geglu"),
+    "linear_gelu after eight_bits": ("GELU in 8 bits", "eight_bits"),
     "linear_layer_norm after eight_bits": ("8 bits", "eight_bits"),
     "linear_layer_norm after cleanup": ("a UNet", "linear_layer_norm"),
     "bias_add after narrow_conv": ("a UNet", "+ add_group_norm"),
