@@ -132,7 +132,25 @@ def anima(device: str) -> tuple[nn.Module, list[Tensor]]:
         return _Cosmos(), [*given, angle.cos(), angle.sin()]
 
 
-BLOCKS = {"Z-Image": (z_image, 34), "Lumina 2": (lumina, 30), "Anima": (anima, 28)}
+class _Flux(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from diffusers.models.transformers.transformer_flux import FluxTransformerBlock
+
+        self.block = FluxTransformerBlock(3072, 24, 128)
+
+    def forward(self, x: Tensor, text: Tensor, emb: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return self.block(x, text, emb, (cos, sin))
+
+
+def flux(device: str) -> tuple[nn.Module, list[Tensor]]:
+    with torch.device(device):
+        angle = torch.randn(4608, 64).repeat_interleave(2, -1)
+        given = [torch.randn(1, 4096, 3072), torch.randn(1, 512, 3072), torch.randn(1, 3072)]
+        return _Flux(), [*given, angle.cos(), angle.sin()]
+
+
+BLOCKS = {"Z-Image": (z_image, 34), "Lumina 2": (lumina, 30), "Anima": (anima, 28), "Flux": (flux, 19)}
 """A block, and how many a model has."""
 
 

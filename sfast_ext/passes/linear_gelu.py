@@ -9,7 +9,7 @@ from torch import fx
 from sfast_ext.kernels.linear import linear_gelu as kernel
 
 from .fusion import fusion
-from .rewrite import HALF, LINEAR, argument, call, dtype, is_op, only_user, overloads, replace, same_meta, shape
+from .rewrite import HALF, LINEAR, argument, call, dtype, is_op, overloads, replace, same_meta, shape
 
 if TYPE_CHECKING:
     from .context import PassContext
@@ -25,7 +25,7 @@ def linear_gelu(gelu: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     Replacement: kernel.launch(x, weight, bias)
     """
     linear: Any = gelu.args[0]
-    if not is_op(linear, LINEAR) or only_user(linear) is not gelu or not same_meta(linear, gelu):
+    if not is_op(linear, LINEAR) or list(linear.users) != [gelu] or not same_meta(linear, gelu):
         return False
     if argument(gelu, 1, "approximate", "none") != "tanh" or dtype(linear) not in HALF:
         return False
