@@ -95,7 +95,7 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
             for case in cases:
                 with mock.patch.object(mma_gemm, "supported", lambda device, dtype: True):
                     calls = launches._calls(case, getattr(torch, dtype), triton=False)
-                calls += launches.of_eight_bits(getattr(torch, dtype))
+                calls += launches.of_eight_bits(getattr(torch, dtype)) + launches.of_transformers(getattr(torch, dtype))
                 for capability in launches.MULTIPROCESSORS:
                     with launches._card(capability):
                         made = size_prediction.launched(calls, launches._GPU).values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +15,12 @@ import torch
 from torch import fx
 
 from benchmarks.compile_table.compiler import SHARED
-from benchmarks.kernels import quantisers
+from benchmarks.kernels import quantisers, transformers
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
 from sfast_ext.kernels.backend import nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.eight_bits import add_layer_norm8, layer_norm8, quantise_rows, quantise_weights
+from sfast_ext.kernels.pointwise import gated_norm, gated_residual, modulated_norm, norm_rotary, swiglu
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.tools.lib import models
 from sfast_ext.weights.arena import WeightArena
@@ -74,6 +76,36 @@ def of_eight_bits(dtype: torch.dtype) -> list[size_prediction.Call]:
         found += [(layer_norm8, (x, vector, vector, 1e-5)), (add_layer_norm8, (x, x, vector, vector, 1e-5))]
     bank = shape(640, 640, kind=torch.int8), shape(640, kind=torch.float32), shape(640, kind=torch.int64)
     found.append((quantise_weights, ([shape(640, 640)], *([each] for each in bank), [128])))
+    return [size_prediction.Call(module.launch, args, {}) for module, args in found]
+
+
+def of_transformers(dtype: torch.dtype) -> list[size_prediction.Call]:
+    """The calls of the kernels for diffusion transformers, at the shapes of their benchmark."""
+
+    def shape(*size: int, stride: tuple[int, ...] = (), kind: torch.dtype = dtype) -> size_prediction.Shape:
+        dense = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
+        return size_prediction.Shape(size, stride or dense, kind)
+
+    found: list[tuple[Any, tuple[Any, ...]]] = []
+    for images, tokens, channels in transformers.ROWS:
+        x, weight = shape(images, tokens, channels), shape(channels)
+        each = shape(images, 1, channels, stride=(4 * channels, 4 * channels, 1))
+        rms, layer = (weight, None, 1e-5, each, None, True, True), (None, None, 1e-6, each, each, False, True)
+        found += [(modulated_norm, (x, *norm)) for norm in (rms, layer)]
+        for gated in ((x, x, each, weight, 1e-5, True), (x, x, each, None, None, False)):
+            found.append((gated_residual, gated))
+            found += [(gated_norm, (*gated, *norm)) for norm in (rms, layer)]
+    for images, tokens, heads, columns, form in transformers.HEADS:
+        packed = 3 * heads * columns
+        x = shape(images, tokens, heads, columns, stride=(tokens * packed, packed, columns, 1))
+        angles = shape(1, tokens, 1, columns, kind=torch.float32)
+        if form == "complex":
+            angles = shape(1, tokens, 1, columns // 2, 2, kind=torch.float32)
+        given = (angles, None if form == "complex" else angles, form)
+        found += [(norm_rotary, (x, shape(columns), 1e-5, *given)), (norm_rotary, (x, None, None, *given))]
+    for rows, columns in transformers.GATED:
+        half = shape(rows, columns, stride=(2 * columns, 1))
+        found.append((swiglu, (half, half)))
     return [size_prediction.Call(module.launch, args, {}) for module, args in found]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.kernels import eight_bits, quantisers
+from benchmarks.kernels import eight_bits, quantisers, transformers
 from benchmarks.kernels.case import Case, Operands
 from benchmarks.kernels.case import case as _case
 from sfast_ext.kernels.attention import attention
@@ -235,7 +235,7 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
             yield from function(operands)
 
 
-for _name, _function in quantisers.CASES.items():
+for _name, _function in (quantisers.CASES | transformers.CASES).items():
     _of(_name)(functools.partial(_function, case=_case))
 
 

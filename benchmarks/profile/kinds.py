@@ -23,8 +23,8 @@ _WORDS = [
     ("attention", r"attention|sdpa"),
     ("linear", r"linear|matmul|mm$|mm_|einsum|geglu8"),
     ("group norm", r"group_norm"),
-    ("layer norm", r"layer_norm"),
-    ("GEGLU", r"gelu|geglu"),
+    ("layer norm", r"layer_norm|rms_norm|modulated_norm|gated_norm|norm_rotary"),
+    ("GEGLU", r"gelu|geglu|swiglu"),
     ("residual and bias", r"^add|_add|add$|bias|residual"),
 ]
 KINDS = (*(kind for kind, _ in _WORDS), OTHER)

@@ -26,6 +26,7 @@ from . import (
     conv_group_norm,
     cse,
     eight_bits,
+    gated_residual,
     geglu,
     group_norm,
     group_norm_inputs,
@@ -33,16 +34,21 @@ from . import (
     layer_norm,
     linear_accumulate,
     linear_geglu,
+    linear_gelu,
     linear_layer_norm,
     mma_products,
+    modulated_norm,
     narrow_conv,
+    norm_rotary,
     packed_linear,
     quantised_linear,
     query_attention,
     rewrite,
+    rms_norm,
     scaled_dot_product,
     silu,
     sliced_attention,
+    swiglu,
     timestep_embedding,
     upsample,
     upsample_conv2d,
@@ -86,6 +92,7 @@ PASSES: list[Pass] = [
     Pass("fold_constants", cse.fold_constants, CANONICALIZE, ("cleanup",)),
     Pass("quantised_linear", quantised_linear.quantised_linear, CANONICALIZE),
     Pass("silu", silu.silu, CANONICALIZE),
+    Pass("rotary", norm_rotary.rotary, CANONICALIZE),
     # cleanup: dropout that drops nothing stands between softmax and matmul
     Pass("scaled_dot_product", scaled_dot_product.scaled_dot_product, CANONICALIZE, ("cleanup",)),
     # scaled_dot_product: it makes the attentions whose results are concatenated
@@ -93,7 +100,8 @@ PASSES: list[Pass] = [
     # sliced_attention: it matches slices of operands whose heads are not split yet
     Pass("attention_heads", attention_heads.attention_heads, CANONICALIZE, ("sliced_attention",)),
     # attention_heads: it moves lossless casts of the operands back to the attention
-    Pass("attention_casts", attention_casts.attention_casts, CANONICALIZE, ("attention_heads",)),
+    # rotary: its last cast would be moved
+    Pass("attention_casts", attention_casts.attention_casts, CANONICALIZE, ("attention_heads", "rotary")),
     # cse: linears are packed if they read one node, not equal ones
     Pass("packed_linear", packed_linear.packed_linear, LAYOUT, ("cse",)),
     Pass("channels_last", channels_last.channels_last, LAYOUT),
@@ -102,20 +110,33 @@ PASSES: list[Pass] = [
     Pass("narrow_conv", narrow_conv.narrow_conv, FUSION),
     # packed_linear: biases are added to one packed projection of the timestep, not to each
     Pass("group_norm", group_norm.group_norm, FUSION, ("packed_linear",)),
-    Pass("add_layer_norm", layer_norm.add_layer_norm, FUSION),
-    # add_layer_norm: layer_norm would take the norms without their sums
-    Pass("layer_norm", layer_norm.layer_norm, FUSION, ("add_layer_norm",)),
+    Pass("rms_norm", rms_norm.rms_norm, FUSION),
+    # rms_norm: the kernel that is replaced
+    Pass("norm_rotary", norm_rotary.norm_rotary, FUSION, ("rms_norm",)),
+    # rms_norm: the norm before the gate
+    Pass("gated_residual", gated_residual.gated_residual, FUSION, ("rms_norm",)),
+    # gated_residual: modulated_norm would take the norm and the gate, without the addition
+    Pass("modulated_norm", modulated_norm.modulated_norm, FUSION, ("gated_residual",)),
+    # modulated_norm: the kernel that is replaced
+    Pass("gated_norm", gated_residual.gated_norm, FUSION, ("modulated_norm",)),
+    # gated_residual: add_layer_norm would take the additions, without the gates
+    Pass("add_layer_norm", layer_norm.add_layer_norm, FUSION, ("gated_residual",)),
+    # add_layer_norm, modulated_norm: layer_norm would take the norms alone
+    Pass("layer_norm", layer_norm.layer_norm, FUSION, ("add_layer_norm", "modulated_norm")),
     Pass("geglu", geglu.geglu, FUSION),
+    Pass("swiglu", swiglu.swiglu, FUSION),
     # geglu: the kernel that is replaced
     Pass("linear_geglu", linear_geglu.linear_geglu, FUSION, ("geglu",)),
     # add_layer_norm: the kernel that returns the sum, and that gets a bias
     Pass("linear_accumulate", linear_accumulate.linear_accumulate, FUSION, ("add_layer_norm",)),
-    # layer_norm, geglu: the kernels that are replaced, or whose results are quantised
+    # layer_norm, geglu, swiglu: the kernels that are replaced, or whose results are quantised
     # linear_accumulate: it needs the linears as they are
-    Pass("eight_bits", eight_bits.eight_bits, FUSION, ("layer_norm", "geglu", "linear_accumulate")),
+    Pass("eight_bits", eight_bits.eight_bits, FUSION, ("layer_norm", "geglu", "swiglu", "linear_accumulate")),
     # layer_norm, geglu: the kernels that are replaced
     Pass("quantised_norm", quantised_linear.quantised_norm, FUSION, ("layer_norm",)),
     Pass("quantised_geglu", quantised_linear.quantised_geglu, FUSION, ("geglu",)),
+    # eight_bits: it needs the linears as they are
+    Pass("linear_gelu", linear_gelu.linear_gelu, FUSION, ("eight_bits",)),
     # eight_bits: it needs norms and the linears that read them as they are
     # cleanup: between a 1x1 convolution that has become a linear and the norm only one reshape is left
     Pass("linear_layer_norm", linear_layer_norm.linear_layer_norm, FUSION, ("eight_bits", "cleanup")),

@@ -40,8 +40,8 @@ Rule = Callable[[fx.Node, fx.Node], fx.Node | None]
 
 DROPOUT = overloads("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 SAME_VALUE = overloads("alias", "detach", "detach_", "lift", "lift_fresh", "lift_fresh_copy", "contiguous", "clone")
-SAME_IF_SHAPE = overloads("expand", "slice.Tensor", "expand_as")
-FRESH = overloads("clone", "_to_copy", "lift_fresh_copy", "contiguous") | CAST
+SAME_IF_SHAPE = overloads("expand", "slice.Tensor", "expand_as", "repeat", "repeat_interleave.self_int")
+FRESH = overloads("clone", "_to_copy", "lift_fresh_copy", "contiguous", "repeat", "repeat_interleave.self_int") | CAST
 PERMUTE = overloads("permute", "transpose.int", "t", "numpy_T", "movedim.int")
 COPY = overloads("copy")
 SCALE = overloads("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar")
@@ -61,7 +61,7 @@ def same_value(node: fx.Node, x: fx.Node) -> fx.Node | None:
 
 
 def same_if_shape(node: fx.Node, x: fx.Node) -> fx.Node | None:
-    """slice(x, all of it) -> x"""
+    """slice(x, all of it) -> x; repeat(x, once) -> x"""
     # A slice of the whole has the whole's shape only when its step is 1.
     return x if same_meta(node, x) else None
 

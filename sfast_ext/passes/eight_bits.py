@@ -1,8 +1,8 @@
 """Linear layers of transformer blocks as products of 8-bit integers.
 
-Layers whose input this pass can have quantised where it is written: by a layer norm, by GEGLU or by an attention.
-Others stay in half precision: embeddings, convolutions and what stands in for them, and the keys and values of the
-prompt, whose first token is an outlier. Which of the layers are taken is said by `Selection`.
+Layers whose input a norm, GEGLU, SwiGLU, GELU or an attention writes. Others stay in half precision: embeddings, what
+modulates norms, convolutions and what stands in for them, the keys and values of the prompt, whose first token is an
+outlier, and a transformer's last layer, which makes pixels. Which of the layers are taken is said by `Selection`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from sfast_ext.kernels.eight_bits import (
     quantise_weights,
 )
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
-from sfast_ext.kernels.pointwise import add_layer_norm, geglu, layer_norm
+from sfast_ext.kernels.pointwise import add_layer_norm, gated_norm, geglu, layer_norm, modulated_norm, swiglu
 from sfast_ext.reasons import Detail, Reason
 
 from .attention import ATTENTION
 from .cleanup import PERMUTE
 from .eight_bits_selection import Layer, measured
 from .rewrite import (
+    CAST,
     HALF,
     LINEAR,
     RESHAPE,
@@ -66,8 +67,14 @@ well, to be quantised."""
 COLUMNS, DEPTH = 32, 64
 """The rows and the columns of a weight are multiples of these. The kernels take multiples of 8 rows, or 16 with GEGLU;
 32 leaves out no layer of Stable Diffusion."""
+PIXELS = 16
+"""Times as deep as it is wide is a layer that makes pixels of tokens: its error is that of the image. The deepest of
+other layers, Flux's, is 5 times."""
 _PRODUCTS = LINEAR | {linear_geglu.launch, linear_accumulate.launch}
 _VIEWS = RESHAPE | PERMUTE | overloads("transpose.int", "contiguous")
+_PARTS = overloads("slice.Tensor", "split_with_sizes", "split.sizes")
+_CAT = overloads("cat")
+_GATED = frozenset({geglu.launch, linear_geglu.launch, swiglu.launch}) | overloads("gelu")
 
 
 class Candidate(NamedTuple):
@@ -175,10 +182,12 @@ def match(node: fx.Node, pinned: set[fx.Node], device: torch.device) -> Candidat
     result = user if pair and user is not None else node
     columns = size[0] // 2 if is_op(result, (geglu.launch, linear_geglu.launch)) else size[0]
     rows = math.prod((shape(x) or ())[:-1])
+    if size[1] >= PIXELS * columns:
+        return None
     if columns % COLUMNS or size[1] % DEPTH or rows < MIN_ROWS or not linear8.profitable(rows, *size, device):
         return None
     norm = norm_of(x)
-    if norm is None and not is_op(x, (geglu.launch, linear_geglu.launch)) and not is_attention(x, pinned):
+    if norm is None and not is_written(x, pinned):
         return None
     return Candidate(node, result, None if norm in pinned else norm)
 
@@ -193,11 +202,33 @@ def norm_of(x: fx.Node) -> fx.Node | None:
     return norm  # type: ignore[no-any-return]
 
 
-def is_attention(x: Any, pinned: set[fx.Node]) -> bool:
-    """Whether a value is the result of an attention, in another order or shape."""
-    while is_op(x, _VIEWS) and x not in pinned:
+def is_written(x: Any, pinned: set[fx.Node]) -> bool:
+    """Whether a value, or each part of one, is the result of a modulated norm, an activation or an attention, in
+    another order or shape."""
+    while x not in pinned and (is_op(x, _VIEWS | _PARTS) or is_part(x)):
         x = x.args[0]
-    return is_op(x, ATTENTION) and x not in pinned
+    if not isinstance(x, fx.Node) or x in pinned:
+        return False
+    if is_op(x, _CAT):
+        return all(is_written(part, pinned) for part in x.args[0])  # type: ignore[union-attr]
+    return is_op(x, ATTENTION | _GATED) or is_modulated(x)
+
+
+def is_part(x: Any) -> bool:
+    """Whether a value is one of those that another was split into."""
+    return is_op(x, (operator.getitem,)) and is_op(x.args[0], _PARTS)
+
+
+def is_modulated(x: fx.Node) -> bool:
+    """Whether a norm of a transformer writes a value, and not that of an input's embedding."""
+    if is_op(x, (operator.getitem,)):
+        return is_op(x.args[0], (gated_norm.launch,)) and x.args[1] == 1
+    if not is_op(x, (modulated_norm.launch,)):
+        return False
+    source: Any = x.args[0]
+    while is_op(source, _VIEWS | CAST):
+        source = source.args[0]
+    return isinstance(source, fx.Node) and source.op != "placeholder"
 
 
 def quantised(x: fx.Node, some: list[Candidate], groups: dict[fx.Node, int]) -> dict[int, tuple[fx.Node, fx.Node]]:

@@ -69,8 +69,6 @@ READS_STRIDES = overloads(
     "is_contiguous",
     "stride.int",
 )
-
-
 # --- match ---
 
 

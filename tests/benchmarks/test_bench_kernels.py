@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.kernels import cases as kernel_cases
-from benchmarks.kernels import quantisers
+from benchmarks.kernels import quantisers, transformers
 from benchmarks.kernels import run as bench_kernels
 
 
@@ -33,6 +33,9 @@ def small(monkeypatch):
         monkeypatch.setattr(kernel_cases, name, values)
     for name, rows in {"ROWS": [(6, 192, 64)], "NORM_ROWS": [(6, 32)], "BLOCKS": [(64, 1)]}.items():
         monkeypatch.setattr(quantisers, name, rows)
+    heads = [(2, 5, 3, 16, form) for form in ("complex", "halves", "neighbours")]
+    for name, rows in {"ROWS": [(2, 5, 32)], "HEADS": heads, "GATED": [(6, 16)], "GELU": [(6, 16, 8)]}.items():
+        monkeypatch.setattr(transformers, name, rows)
     torch.manual_seed(0)
 
 

@@ -87,6 +87,42 @@ def _geglu(device: torch.device) -> tuple[Any, ...]:
     return (randn(9, 128, dtype=HALF, device=device),)
 
 
+@_of("swiglu")
+def _swiglu(device: torch.device) -> tuple[Any, ...]:
+    return tuple(randn(9, 128, dtype=HALF, device=device).chunk(2, -1))
+
+
+def _tokens(device: torch.device) -> list[Tensor]:
+    return [randn(2, 9, 64, dtype=HALF, device=device) for _ in range(2)]
+
+
+def _modulation(device: torch.device) -> list[Tensor]:
+    return list(randn(2, 1, 192, dtype=HALF, device=device).chunk(3, -1))
+
+
+@_of("modulated_norm")
+def _modulated_norm(device: torch.device) -> tuple[Any, ...]:
+    scale, shift, _ = _modulation(device)
+    return _tokens(device)[0], *_vectors(device, 2, 64), 1e-5, scale, shift, True, True
+
+
+@_of("gated_residual")
+def _gated_residual(device: torch.device) -> tuple[Any, ...]:
+    return *_tokens(device), _modulation(device)[2], *_vectors(device, 1, 64), 1e-5, True
+
+
+@_of("gated_norm")
+def _gated_norm(device: torch.device) -> tuple[Any, ...]:
+    scale, shift, _ = _modulation(device)
+    return *_gated_residual(device), *_vectors(device, 2, 64), 1e-5, scale, shift, False, True
+
+
+@_of("norm_rotary")
+def _norm_rotary(device: torch.device) -> tuple[Any, ...]:
+    angles = [randn(1, 9, 1, 64, dtype=torch.float32, device=device) for _ in range(2)]
+    return randn(2, 9, 3, 64, dtype=HALF, device=device), *_vectors(device, 1, 64), 1e-5, *angles, "halves"
+
+
 @_of("timestep_embedding")
 def _timestep_embedding(device: torch.device) -> tuple[Any, ...]:
     frequency = torch.exp(-0.5 * torch.arange(16, dtype=torch.float32))[None]
@@ -140,6 +176,11 @@ def _upsample_conv2d(device: torch.device) -> tuple[Any, ...]:
 @_of("linear_accumulate")
 def _linear_accumulate(device: torch.device) -> tuple[Any, ...]:
     return randn(9, 64, dtype=HALF, device=device), _matrix(device, 32, 64), randn(9, 32, dtype=HALF, device=device)
+
+
+@_of("linear_gelu")
+def _linear_gelu(device: torch.device) -> tuple[Any, ...]:
+    return randn(9, 64, dtype=HALF, device=device), _matrix(device, 32, 64), *_vectors(device, 1, 32)
 
 
 @_of("mma_linear")

@@ -50,6 +50,12 @@ def expected(module: ModuleType | Kernel, *args: Any, **kwargs: Any) -> Any:
     return module.reference(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
 
 
+def expected_there(module: ModuleType | Kernel, *args: Any) -> Any:
+    """`expected`, computed where the operands are: large ones take a CPU long."""
+    found = module.reference(*(x.double() if isinstance(x, Tensor) else x for x in args))
+    return tuple(x.cpu() for x in found) if isinstance(found, tuple) else found.cpu()
+
+
 def close(actual: Tensor, target: Tensor, scale: float = 1.0) -> None:
     """Compares with a float64 target, within the tolerance of the actual dtype, times scale."""
     relative, absolute = TOLERANCE[actual.dtype]

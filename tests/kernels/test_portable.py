@@ -3,6 +3,7 @@ poisoned."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -13,11 +14,11 @@ from torch import Tensor
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import cuda_tier, health, nvrtc, triton_runtime
 from sfast_ext.kernels.conv import narrow_conv, upsample, upsample_conv2d
-from sfast_ext.kernels.eight_bits import add_layer_norm8, layer_norm8, quantise_rows, quantise_weights
+from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm, portable
 from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm, timestep_embedding
 
-from . import cuda_on_cpu
+from . import cuda_on_cpu, reference_cases
 from .support import DTYPES, TOLERANCE, close, close_rows, expected, needs_products, randn
 
 CPU = torch.device("cpu")
@@ -352,6 +353,14 @@ def test_other_strides_and_places(launched, launches):
             close(group_norm.launch(x, 2, None, None, 1e-5), expected(group_norm, x, 2, None, None, 1e-5), scale=2)
 
 
+AT_ONE_SIZE = {"layer_norm8", "add_layer_norm8", "modulated_norm", "gated_residual", "gated_norm", "norm_rotary"}
+AT_ONE_SIZE |= {"swiglu"}  # compared in tests/kernels/eight_bits and tests/kernels/pointwise, on a CPU as well
+
+
+def at_one_size(kernel):
+    return kernel(*reference_cases.CASES[kernel.name](CPU))
+
+
 def test_one_that_does_not_compile_is_named(launched, launches, monkeypatch):
     def launch(source, grid, *args, **constants):
         raise nvrtc.Unavailable("no such instruction")
@@ -366,8 +375,7 @@ def test_one_that_does_not_compile_is_named(launched, launches, monkeypatch):
         "quantise_weights": lambda: quantise_weights.launch(
             [torch.ones(2, 8).half()], [torch.ones(2, 8).to(torch.int8)], [torch.ones(2)], [torch.ones(2).long()], [0]
         ),
-        "layer_norm8": lambda: layer_norm8.launch(x, None, None, 1e-5),
-        "add_layer_norm8": lambda: add_layer_norm8.launch(x, x, None, None, 1e-5),
+        **{kernel.name: functools.partial(at_one_size, kernel) for kernel in RECORDS if kernel.name in AT_ONE_SIZE},
         "bias_add": lambda: bias_add.launch(x, None, x),
         "upsample": lambda: upsample.launch(x, (4, 4), (0.5, 0.5)),
         "upsample_conv2d": lambda: upsample_conv2d.launch(

@@ -63,6 +63,7 @@ def every() -> list[Mutation]:
         recorded,
         states,
         texts,
+        transformers,
         values,
         weights,
     )
@@ -86,4 +87,5 @@ def every() -> list[Mutation]:
         *pages.MUTATIONS,
         *eight_bits.MUTATIONS,
         *texts.MUTATIONS,
+        *transformers.MUTATIONS,
     ]

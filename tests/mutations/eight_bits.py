@@ -23,7 +23,7 @@ MUTATIONS = [
     ),
     Mutation(
         "inputs that nothing quantises where they are written", "passes/eight_bits.py",
-        "if norm is None and not is_op(x, (geglu.launch, linear_geglu.launch)) and not is_attention(x, pinned):",
+        "if norm is None and not is_written(x, pinned):",
         "if False:",
         _LEFT_ALONE,
     ),

@@ -23,6 +23,7 @@ from sfast_ext.passes import PASSES, Pass, Phase, run_passes
 from sfast_ext.passes.eight_bits_selection import Selection
 
 from .attentions import apart, together
+from .diffusion_transformers import available, half, traced, z_image
 from .support import Traced, name, randn
 
 HALF = torch.bfloat16
@@ -219,6 +220,24 @@ def in_8_bits() -> Traced:
     return traced
 
 
+class FeedForward(nn.Module):
+    """Of Flux, with its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(F.layer_norm(x, [C])), approximate="tanh"))
+
+
+def in_8_bits_of(block: nn.Module, inputs: list[Tensor]) -> Traced:
+    given = half(inputs)
+    found = Traced(block.to(HALF), *given)
+    found.ctx.eight_bits = Selection(inputs=given)
+    return found
+
+
 class Quantised(nn.Module):
     """A layer that a library quantised, between a norm and GEGLU."""
 
@@ -251,6 +270,10 @@ NETS: dict[str, Callable[[], Traced]] = {
     "dropout": lambda: Traced(dropped, *TOKENS),
     "slices": lambda: Traced(sliced, *TOKENS),
     "casts": lambda: Traced(in_float, *TOKENS),
+    "Z-Image": lambda: traced("Z-Image"),
+    "Flux": lambda: traced("Flux"),
+    "GELU in 8 bits": lambda: in_8_bits_of(FeedForward(), [randn(2, 160, C)]),
+    "Z-Image in 8 bits": lambda: in_8_bits_of(*z_image(tokens=160, width=192)),
 }
 
 
@@ -277,6 +300,7 @@ def in_order(net: str) -> Outcome:
 def eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever Triton is there."""
     eight_bit_kernels.available(monkeypatch, by_triton=True)
+    available(monkeypatch)
 
 
 @pytest.fixture
@@ -297,6 +321,14 @@ PROOFS: dict[str, tuple[str, str]] = {
     "packed_linear after cse": ("two embeddings", "packed_linear"),
     "cleanup after channels_last": ("a UNet", "cleanup"),
     "group_norm after packed_linear": ("two embeddings", "+ add"),
+    "attention_casts after rotary": ("Z-Image", "rotary"),
+    "norm_rotary after rms_norm": ("Z-Image", "+ modulated_norm"),
+    "gated_residual after rms_norm": ("Z-Image", "+ modulated_norm"),
+    "modulated_norm after gated_residual": ("Z-Image", "gated_residual"),
+    "gated_norm after modulated_norm": ("Flux", "gated_norm"),
+    "add_layer_norm after gated_residual": ("Flux", "gated_residual"),
+    "layer_norm after modulated_norm": ("Flux", "modulated_norm"),
+    "eight_bits after swiglu": ("Z-Image in 8 bits", "eight_bits"),
     "layer_norm after add_layer_norm": ("a UNet", "add_layer_norm"),
     "linear_geglu after geglu": ("a UNet", "linear_geglu"),
     "linear_accumulate after add_layer_norm": ("a UNet", "linear_accumulate"),
@@ -305,6 +337,7 @@ PROOFS: dict[str, tuple[str, str]] = {
     "eight_bits after linear_accumulate": ("8 bits", "linear_accumulate"),
     "quantised_norm after layer_norm": ("a quantised layer", "quantised_norm"),
     "quantised_geglu after geglu": ("a quantised layer", "quantised_geglu"),
+    "linear_gelu after eight_bits": ("GELU in 8 bits", "eight_bits"),
     "linear_layer_norm after eight_bits": ("8 bits", "eight_bits"),
     "linear_layer_norm after cleanup": ("a UNet", "linear_layer_norm"),
     "bias_add after narrow_conv": ("a UNet", "+ add_group_norm"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kernels import compiled
+from kernels.backend.transformer_cases import transformer_cases
 from kernels.support import needs_nvrtc
 from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import cuda_libraries, cuda_tier, nvrtc, triton_runtime
@@ -155,7 +156,7 @@ def portable_cases() -> list[tuple[str, dict[str, int]]]:
             found.append(("narrow_conv_out", narrow_conv_portable.out_constants(channels, dtype)))
     for time, dtype in ((torch.int64, torch.float16), (torch.float32, torch.float32)):
         found.append(("timestep_embedding", timestep_embedding.constants(time, dtype)))
-    return found + eight_bits_cases() + group_norm_cases()
+    return found + eight_bits_cases() + group_norm_cases() + transformer_cases()
 
 
 def eight_bits_cases() -> list[tuple[str, dict[str, int]]]:
