@@ -251,16 +251,22 @@ PLAN_NO_MEMORY = Kind("out-of-memory", "its plan failed: {}: {}")
 BUILD_FAILED = Kind("failed", "no plan could be built: {}: {}")
 PLAN_FAILED = Kind("failed", "its plan failed: {}: {}")
 
-EIGHT_BITS_CARD = Kind("eight-bits",
-    "8 bits are not used: the GPU has compute capability {}, and they take 7.5 or later")
 EIGHT_BITS_BFLOAT16 = Kind("eight-bits",
     "8 bits are not used: the model is in bfloat16, and the GPU of compute capability {} takes float16 alone")
-EIGHT_BITS_NVRTC = Kind("eight-bits", "8 bits are not used: their kernels cannot be compiled: {}")
 EIGHT_BITS_KERNELS = Kind("eight-bits", "8 bits are not used: there are no kernels for them on {}")
 EIGHT_BITS_KERNEL_FAILED = Kind("eight-bits", "8 bits are not used: a kernel for them failed: {}: {}")
-EIGHT_BITS_LAYERS = Kind("eight-bits", "8 bits are not used: at this size no layer in half precision is fit for them")
+EIGHT_BITS_FLOAT32 = Kind("eight-bits", "8 bits are not used: the model is in float32, and they are for half precision")
+EIGHT_BITS_LAYERS = Kind("eight-bits", "8 bits are not used: at this size the model has no layer that is fit for them")
+EIGHT_BITS_ERRORS = Kind("eight-bits", "8 bits are not used: they would change each layer by more than {:.0%}")
+EIGHT_BITS_NO_GAIN = Kind("eight-bits", "8 bits are not used: at this size they would not make this GPU faster")
+EIGHT_BITS_SLOWER = Kind("eight-bits",
+    "8 bits are not used: at this size a call takes {:.2f} ms with them and {:.2f} ms without")
 EIGHT_BITS_VALUES = Kind("eight-bits", "8 bits are not used: values of this call are not finite")
 EIGHT_BITS_ROOM = Kind("eight-bits", "8 bits are not used: the GPU has too little memory for a second copy of weights")
+EIGHT_BITS_INACCURATE = Kind("eight-bits",
+    "8 bits are not used: they change the result by {:.2g}, and {:g} is allowed")
+EIGHT_BITS_SLOWER_THAN_ORIGINAL = Kind("eight-bits",
+    "8 bits are not used: a call takes {:.1f} ms with them, and {:.1f} ms without this extension")
 EIGHT_BITS_REFUSED = Kind("eight-bits", "8 bits are not used: {}")
 EIGHT_BITS_FAILED = Kind("eight-bits", "8 bits are not used: no plan could be built: {}: {}")
 

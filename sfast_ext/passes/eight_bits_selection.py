@@ -71,6 +71,7 @@ class Selection:
         for_good: whether that stays so.
         room: bytes that the second copy of weights may take; None if that does not matter.
         inputs: of the call whose plan is made.
+        declined: why that plan has no such layer; None if it may have some.
     """
 
     errors: dict[str, Errors] = field(default_factory=dict)
@@ -80,11 +81,16 @@ class Selection:
     for_good: bool = False
     room: int | None = None
     inputs: Sequence[Any] = ()
+    declined: Reason | None = None
 
     @contextlib.contextmanager
-    def on(self, inputs: Sequence[Any], room: int | None) -> Iterator[None]:
-        """Within, a plan is made of a call with these inputs."""
-        self.inputs, self.room, self.obstacle = inputs, room, None
+    def on(self, inputs: Sequence[Any], room: int | None, declined: Reason | None = None) -> Iterator[None]:
+        """Within, a plan is made of a call with these inputs.
+
+        Args:
+            declined: why it has no such layer, whatever the graph; None if it may have some.
+        """
+        self.inputs, self.room, self.obstacle, self.declined = inputs, room, None, declined
         self.elsewhere_too = self.for_good = False
         try:
             yield
