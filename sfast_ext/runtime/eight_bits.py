@@ -54,10 +54,10 @@ def because(refusal: Reason) -> Reason:
 
 
 def slower(plan: Plan, exact: Plan | None) -> Reason | None:
-    """Why a plan with 8 bits is not worth what it changes: the exact plan of the same call is as fast. None if it is
-    not, or if one of the two was not timed."""
+    """Why a plan with 8 bits is not worth what it changes: the exact plan of the same call is faster. None if it is
+    not, or if one of the two was not timed. On a CPU there are only references."""
     took, other = plan.ms_after, None if exact is None else exact.ms_after
-    if took is None or other is None or took < other:
+    if plan.device.type != "cuda" or took is None or other is None or took <= other:
         return None
     return reasons.EIGHT_BITS_SLOWER(took, other)
 
@@ -150,9 +150,14 @@ class EightBits:
         }
 
 
-def keep_faster(cache: PlanCache, key: PlanKey, plan: Plan, eight_bits: EightBits, report: Report) -> None:
-    """Of the plans of a call with 8 bits and without, of which one was just made, drop that with 8 bits if it is no
-    faster.
+def keep_faster(
+    cache: PlanCache, key: PlanKey, plan: Plan, eight_bits: EightBits, report: Report, drops: bool
+) -> None:
+    """Of the plans of a call with 8 bits and without, of which one was just made, drop that with 8 bits if it is
+    slower.
+
+    Args:
+        drops: whether slower plans are dropped, see `Config.drop_slower`.
 
     Raises:
         EightBitsFailed: it is the one that was just made.
@@ -160,13 +165,13 @@ def keep_faster(cache: PlanCache, key: PlanKey, plan: Plan, eight_bits: EightBit
     other_key = key._replace(eight_bits=not key.eight_bits)
     other = cache.plans.get(other_key)
     if plan.banks:
-        why = slower(plan, other)
+        why = slower(plan, other) if drops else None
         if why is not None:
             cache.drop(key)
             report.count("captures", -1)
             raise EightBitsFailed(why, here=True)
         eight_bits.succeeded()
-    elif other is not None and other.banks and (why := slower(other, plan)) is not None:
+    elif drops and other is not None and other.banks and (why := slower(other, plan)) is not None:
         report.event("8 bits", why)
         cache.drop(other_key)
 

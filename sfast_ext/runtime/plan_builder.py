@@ -319,7 +319,7 @@ class PlanBuilder:
         if refusal is not None:
             self._cache.reject(key, refusal)
             return None
-        keep_faster(self._cache, key, plan, context.model.eight_bits, report)
+        keep_faster(self._cache, key, plan, context.model.eight_bits, report, context.config.drop_slower)
         return plan
 
     def _spare_bytes(self, device: torch.device) -> int | None:
