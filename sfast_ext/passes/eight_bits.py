@@ -312,8 +312,12 @@ def rewrite(candidate: Candidate, x: tuple[fx.Node, fx.Node], weight: tuple[fx.N
 def bank_nodes(
     gm: fx.GraphModule, taken: list[Candidate], banks: list[Bank]
 ) -> dict[tuple[Any, int], tuple[fx.Node, fx.Node]]:
-    """Inserts the kernel that brings banks up to date, at the top; on a GPU in parts, which the first product that reads
-    a part waits for (`graph_branch.join`). Returns the nodes of (rows, scales) by weight and group."""
+    """Inserts the kernel that brings banks up to date, at the top. Returns the nodes of (rows, scales) by weight and
+    group.
+
+    On a GPU there is a kernel for each part of them, which the first product that reads it waits for
+    (`graph_branch.join`).
+    """
     graph = gm.graph
     # weights stand at the top: what reads them stands after the last of them
     place = top(graph)
@@ -350,8 +354,9 @@ def bank_nodes(
 def parts(banks: list[Bank]) -> list[list[Bank]]:
     """Banks that are brought up to date by one launch each, in the order of their use: the first products wait for a
     few."""
-    ends = range(FIRST_BANKS + quantise_weights.ENTRIES, len(banks) + quantise_weights.ENTRIES, quantise_weights.ENTRIES)
-    return [some for begin, end in zip((0, FIRST_BANKS, *ends), (FIRST_BANKS, *ends)) if (some := banks[begin:end])]
+    most = quantise_weights.ENTRIES
+    rest = [banks[i : i + most] for i in range(FIRST_BANKS, len(banks), most)]
+    return [banks[:FIRST_BANKS], *rest]
 
 
 def bank_node(gm: fx.GraphModule, bank: Bank, index: int, number: int, like: fx.Node) -> fx.Node:

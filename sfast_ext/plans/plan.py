@@ -307,9 +307,9 @@ class Plan:
         if CAN_UPDATE_GRAPH:
             self._copies.begin()
         # these only change between replays
-        with pdl_capture(readonly(self._graph_module, [weight.tensor for weight in self.weights])):
-            with self._branching():
-                return self._run_static()
+        unwritten = readonly(self._graph_module, [weight.tensor for weight in self.weights])
+        with pdl_capture(unwritten), self._branching():
+            return self._run_static()
 
     def _branching(self) -> contextlib.AbstractContextManager[None]:
         """Within, weights are quantised on a branch of the CUDA graph."""

@@ -133,9 +133,9 @@ class EightBits:
             networks: the plans of the model, and of each of its parts that is accelerated by itself.
 
         Returns:
-            layers: products that the largest plan of each computes in 8 bits; kept: [name, error] of those that stay in half
-            precision because of their error, the worst first; bytes: memory of the second copies; reason: why no plan
-            uses 8 bits, or None.
+            layers: products that the largest plan of each computes in 8 bits; kept: [name, error] of those that stay
+            in half precision because of their error, the worst first; bytes: memory of the second copies; reason: why
+            no plan uses 8 bits, or None.
         """
         latest = next(reversed(self._selections.values()), None)
         used = [max((p.fused.get("eight_bits", 0) for p in plans if p.banks), default=0) for plans in networks]

@@ -34,7 +34,7 @@ MUTATIONS = [
         "each.data_ptr() % 16", "each.data_ptr() % 2", _REFUSED,
     ),
     Mutation(
-        "cards before 7.5", "kernels/eight_bits/mma_gemm8.py", "since=SINCE", "since=None",
+        "cards before 7.5", "kernels/eight_bits/mma_gemm8.py", "since=MIN_CAPABILITY", "since=None",
         (_GEMM + "test_cards_it_is_for",),
     ),
     Mutation(

@@ -202,8 +202,9 @@ def _accepts_devices(entries: list[_Entry]) -> Iterator[str | None]:
 
 @kernel(reference, fallback=fallback, writes=1, updates=(2, 3), portable=True, cuda_sources=(SOURCE,))
 def launch(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, groups: Sequence[int]) -> list[Tensor]:
-    """`reference`, written over `rows`, in one launch for each 88 weights of a dtype; returns `rows`. On the branch of a
-    CUDA graph if there is one: `graph_branch.join(rows)` waits for it.
+    """`reference`, written over `rows`, in one launch for each 88 weights of a dtype; returns `rows`.
+
+    It is launched on the branch of a CUDA graph if there is one: `graph_branch.join(rows)` waits for it.
 
     For each row whose digest (`digest_of_rows`) is not the one in digests[i], rows[i], scales[i] and then digests[i]
     are written. The rest is left as it is. A new bank has digests of zeros.
