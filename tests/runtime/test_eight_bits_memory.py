@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import eight_bit_kernels
@@ -44,6 +45,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
 
 
 CARD = Config(triton=False, eight_bits=True, tolerance=0.1)
+EXACT = Config(triton=False, tolerance=0.1)
 
 
 def test_products_wait_for_their_part_of_the_weights_alone(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,3 +203,66 @@ def test_weights_are_quantised_in_each_replay(card: Card, monkeypatch: pytest.Mo
     on.both(changed("in place", -1.7))
     # by the graph alone
     assert on.error() < 0.05
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> dict[bool, float]:
+    """Milliseconds of a plan, by whether it has 8 bits. They can be changed."""
+    took = {True: 2.0, False: 1.0}
+    real = plan_builder.verify_plan
+
+    def verified(new: Any) -> Any:
+        refusal = real(new)
+        new.plan.ms_after = took[bool(new.plan.banks)]
+        return refusal
+
+    monkeypatch.setattr(plan_builder, "verify_plan", verified)
+    return took
+
+
+def test_a_plan_that_is_slower_than_the_exact_one_is_not_kept(card: Card, timed: dict[bool, float]) -> None:
+    on = On(EXACT, "cuda")
+    on.call()
+    on.acc.configure(CARD)
+    for _ in range(4):
+        assert on.error() < 0.01
+    # the exact plan, the one with 8 bits, which is gone, and one without in its place
+    assert on.status()["layers"] == 0 and on.count("captures") == 2 and len(on.acc.plans) == 2
+    assert on.status()["bytes"] == 0
+    assert "2.00 ms with them and 1.00 ms without" in on.status()["reason"]["text"]
+    on.acc.configure(EXACT)
+    assert on.error() < 0.01 and on.count("captures") == 2
+    # a call of another size has no exact plan
+    on.acc.configure(CARD)
+    on.call(512)
+    assert on.status()["layers"] == LAYERS
+
+
+def test_a_plan_that_turns_out_slower_than_a_later_exact_one_goes(card: Card, timed: dict[bool, float]) -> None:
+    on = On(CARD, "cuda")
+    on.call()
+    assert on.status()["layers"] == LAYERS
+    on.acc.configure(EXACT)
+    on.call()
+    assert not on.status()["bytes"] and len(on.acc.plans) == 1
+    on.acc.configure(CARD)
+    assert all(on.error() < 0.01 for _ in range(3)) and on.status()["layers"] == 0
+
+
+@pytest.mark.parametrize("eight_bits", [1.0, 0.5, None])
+def test_a_plan_that_is_no_slower_stays(card: Card, timed: dict[bool, Any], eight_bits: float | None) -> None:
+    timed[True] = eight_bits
+    for first, second in ((EXACT, CARD), (CARD, EXACT)):
+        on = On(first, "cuda")
+        on.call()
+        on.acc.configure(second)
+        on.call()
+        assert on.status()["layers"] == LAYERS and on.count("captures") == 2
+
+
+def test_slower_plans_stay_if_none_is_dropped(card: Card, timed: dict[bool, float]) -> None:
+    on = On(replace(EXACT, drop_slower=False), "cuda")
+    on.call()
+    on.acc.configure(replace(CARD, drop_slower=False))
+    on.call()
+    assert on.status()["layers"] == LAYERS
