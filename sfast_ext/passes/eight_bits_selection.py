@@ -39,6 +39,8 @@ TIGHTENED = 0.1
 """Of the layers, that many more are kept by `tighten`."""
 SAMPLE = 256
 """Rows of a layer that are measured."""
+OUTPUTS = 1024
+"""Rows of its weight that are measured at least, if it has so many. The largest of SDXL have ten times as many."""
 GAIN = 0.9
 """Of the error, that much at most is left if a rotation is to pay."""
 GROUPS = (256, 128, 64)
@@ -176,7 +178,8 @@ def errors_of(x: Tensor, weight: Tensor, turn: Tensor | None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     count = min(SAMPLE, len(rows))
     sample = rows[torch.arange(count, device=x.device) * len(rows) // count].float()
-    wide = weight.float()
+    # output rows too are quantised each by itself
+    wide = weight[:: max(1, len(weight) // OUTPUTS)].float()
     exact = F.linear(sample, wide)
     plain = distance(F.linear(rounded(sample), rounded(wide)), exact)
     if turn is None:
@@ -194,9 +197,8 @@ def distance(y: Tensor, exact: Tensor) -> Tensor:
 
 def rounded(rows: Tensor) -> Tensor:
     """What rows are once they are quantised; NaN for a row that holds a value that is not finite."""
-    scale = rows.abs().amax(-1, keepdim=True) / 127
-    scale = torch.where(scale == 0, 1.0, scale)
-    return (rows / scale).round().mul_(scale)
+    q, scale = quantise_rows.reference(rows)
+    return q * scale[..., None]
 
 
 def hadamard(size: int, device: torch.device) -> Tensor:
