@@ -3,7 +3,7 @@
 The same linear layers of transformers are computed in 8 bits by this project (the references of its kernels, its own
 selection of layers and rotations), by torchao (`Int8DynamicActivationInt8WeightConfig`) and by SDNQ (int8 products,
 without and with its Hadamard rotation). All else is in float32, so that nothing but the quantisation differs. Errors
-are relative to float32 on the same weights, which are random.
+are relative to float32 on the same weights, which are random. *float16* has the same layers in half precision.
 
 Cases: single transformer blocks of SDXL in their real size, of which the error is that of what the block adds to its
 input, and a UNet with SDXL's structure and a fifth of its channels. *channels*: four channels of each norm are 50 times
@@ -27,13 +27,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks import records
 from sfast_ext.kernels.eight_bits import linear8, quantise_rows
 from sfast_ext.passes.eight_bits_selection import GROUPS, Errors, Selection, errors_of, hadamard
 from sfast_ext.tools.lib import models
 
-OURS = "this extension"
+OURS, HALF = "this extension", "float16"
 PEERS = {"torchao": ("torchao int8 dynamic",), "sdnq": ("SDNQ int8", "SDNQ int8, Hadamard")}
 PLANTED = ("plain", "channels", "token")
 CHANNELS, LARGER, TOKEN = 4, 50.0, 100.0
@@ -79,6 +80,23 @@ class InEightBits(nn.Module):
         return linear8.reference(
             *quantise_rows.reference(x, self.group), self.rows, self.scales, self.bias, dtype=x.dtype
         )
+
+
+class InHalfPrecision(nn.Module):
+    """A linear layer whose operands and result are rounded to float16."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight.half().float(), layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.half().float(), self.weight, self.bias).half().float()
+
+
+def half(module: nn.Module) -> None:
+    """Compute the layers of a module in half precision."""
+    for name, layer in list(layers(module)):
+        replaced(module, name, InHalfPrecision(layer))
 
 
 def replaced(module: nn.Module, name: str, layer: nn.Module) -> None:
@@ -200,6 +218,7 @@ def measured(case: str, what: str, peers: Sequence[str]) -> dict[str, Any]:
         return float(away) if math.isfinite(away) else math.inf
 
     found[OURS] = error(lambda module: ours(module, run))
+    found[HALF] = error(half)
     ways: dict[str, Callable[[nn.Module], Any]] = {
         "torchao int8 dynamic": torchao,
         "SDNQ int8": lambda module: sdnq(module, False),
@@ -211,7 +230,7 @@ def measured(case: str, what: str, peers: Sequence[str]) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
-    names = [name for name in (OURS, *(n for each in PEERS.values() for n in each)) if any(name in r for r in rows)]
+    names = [name for name in (HALF, OURS, *(n for each in PEERS.values() for n in each)) if any(name in r for r in rows)]
     lines = ["| Case | Planted | " + " | ".join(names) + " | selected |", "|---" * (len(names) + 3) + "|"]
     for row in rows:
         errors = [f"{row[name]:.2e}" if name in row else "" for name in names]
