@@ -230,7 +230,8 @@ def measured(case: str, what: str, peers: Sequence[str]) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
-    names = [name for name in (HALF, OURS, *(n for each in PEERS.values() for n in each)) if any(name in r for r in rows)]
+    ways = HALF, OURS, *(name for each in PEERS.values() for name in each)
+    names = [name for name in ways if any(name in row for row in rows)]
     lines = ["| Case | Planted | " + " | ".join(names) + " | selected |", "|---" * (len(names) + 3) + "|"]
     for row in rows:
         errors = [f"{row[name]:.2e}" if name in row else "" for name in names]

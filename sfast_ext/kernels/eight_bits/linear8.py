@@ -99,7 +99,7 @@ def launch(
     and the residual is not overwritten.
     """
     unfit = wgmma_gemm8.accepts(x, x_scale, weight, weight_scale, bias, residual, dtype)
-    if unfit is None and wgmma_gemm8.profitable(x, weight):
+    if unfit is None and wgmma_gemm8.profitable(x):
         return wgmma_gemm8.linear(x, x_scale, weight, weight_scale, bias, residual, dtype)
     also_unfit = mma_gemm8.accepts(x, x_scale, weight, weight_scale, bias, residual, dtype)
     if also_unfit is not None:

@@ -154,7 +154,7 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
     refused = "not here" if request.param == "refused" else None
     monkeypatch.setattr(wgmma_gemm8, "accepts", lambda *given, **flags: refused)
-    monkeypatch.setattr(wgmma_gemm8, "profitable", lambda x, weight: request.param != "slower")
+    monkeypatch.setattr(wgmma_gemm8, "profitable", lambda x: request.param != "slower")
     monkeypatch.setattr(wgmma_gemm8, "linear", stand_in("linear", linear8.reference))
     monkeypatch.setattr(wgmma_gemm8, "geglu", stand_in("geglu", geglu8.reference))
     return request.param, found
