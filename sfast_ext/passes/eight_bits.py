@@ -30,6 +30,7 @@ from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
 from sfast_ext.kernels.pointwise import add_layer_norm, geglu, layer_norm
 from sfast_ext.reasons import Detail, Reason
 
+from . import query_attention
 from .attention import ATTENTION
 from .cleanup import PERMUTE
 from .eight_bits_selection import LIMIT, Layer, measured
@@ -93,11 +94,10 @@ class Candidate(NamedTuple):
         """The weight of the arena."""
         return argument(self.node, 1, "weight").meta["weight"]
 
-    @property
-    def product(self) -> gain.Product:
-        """Its sizes."""
+    def product(self, fused: float) -> gain.Product:
+        """Its sizes, and what is lost as it is not one kernel with what follows."""
         columns, depth = self.weight.tensor.shape
-        return gain.Product(math.prod((shape(self.x) or ())[:-1]), columns, depth)
+        return gain.Product(math.prod((shape(self.x) or ())[:-1]), columns, depth, fused)
 
     @property
     def name(self) -> str:
@@ -127,7 +127,7 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
         return selection.decline(without_kernels(ctx.device), for_good=True)
     hoist_weights(gm.graph)
     fit = matches(gm.graph)
-    found = paying(fit, ctx.device)
+    found = paying(fit, query_attention.fused_linears(gm.graph, ctx), ctx.device)
     if fit and not found:
         return selection.decline(reasons.EIGHT_BITS_NO_GAIN(), elsewhere_too=False)
     if selection.room is not None and ctx.arena.banks.missing(c.weight for c in found) > selection.room:
@@ -180,14 +180,18 @@ def matches(graph: fx.Graph) -> list[Candidate]:
     return [candidate for candidate in found if candidate is not None]
 
 
-def paying(found: list[Candidate], device: torch.device) -> list[Candidate]:
-    """Those that are faster so, with what quantises their input for all that read it."""
+def paying(found: list[Candidate], fused: dict[fx.Node, float], device: torch.device) -> list[Candidate]:
+    """Those that are faster so, with what quantises their input for all that read it.
+
+    Args:
+        fused: of products that could be one kernel with what follows, the microseconds that this saves.
+    """
     readers: dict[fx.Node, list[Candidate]] = defaultdict(list)
     for candidate in found:
         readers[candidate.x].append(candidate)
     taken: set[fx.Node] = set()
     for some in readers.values():
-        pays = gain.pays([each.product for each in some], some[0].norm is not None, device)
+        pays = gain.pays([each.product(fused.get(each.node, 0.0)) for each in some], some[0].norm is not None, device)
         taken.update(each.node for each, faster in zip(some, pays) if faster)
     return [candidate for candidate in found if candidate.node in taken]
 

@@ -41,7 +41,7 @@ SAMPLE = 256
 """Rows of a layer that are measured."""
 OUTPUTS = 1024
 """Rows of its weight that are measured at least, if it has so many. The largest of SDXL have ten times as many."""
-GAIN = 0.97
+GAIN = 0.9
 """Of the error, that much at most is left if a rotation is to pay."""
 GROUPS = (256, 128, 64)
 """How many neighbours may be rotated; the first that divides a row is taken."""
