@@ -335,10 +335,11 @@ def bank_nodes(
         if readers.setdefault(id(bank), candidate) is candidate:
             once.append(bank)
     held: dict[int, list[fx.Node]] = {}
+    others = sum(node.meta.get("bank") is not None for node in graph.nodes)
     for bank in once:
         with graph.inserting_before(place):
             like = argument(readers[id(bank)].node, 1, "weight")
-            held[id(bank)] = [bank_node(gm, bank, i, len(held), like) for i in range(3)]
+            held[id(bank)] = [bank_node(gm, bank, i, others + len(held), like) for i in range(3)]
     found: dict[tuple[Any, int], tuple[fx.Node, fx.Node]] = {}
     for some in parts(once) if once[0].rows.is_cuda else [once]:
         sources = [argument(readers[id(bank)].node, 1, "weight") for bank in some]
