@@ -124,7 +124,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   pdl_wait();
   const int lane = threadIdx.x % 32;
   int entry = 0;
-  for (int number = blockIdx.x * WARPS + threadIdx.x / 32; number < rows; number += gridDim.x * WARPS) {
+  const int begin = blockIdx.x * WARPS + threadIdx.x / 32;
+#pragma unroll
+  for (int step = 64; step > 0; step /= 2)
+    if (entry + step < ENTRIES && table.first[entry + step] <= begin) entry += step;
+  for (int number = begin; number < rows; number += gridDim.x * WARPS) {
     while (number >= table.first[entry + 1]) ++entry;
     const long long index = number - table.first[entry];
     Word* const digest = reinterpret_cast<Word*>(table.digests[entry]) + index;

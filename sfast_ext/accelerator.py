@@ -301,7 +301,7 @@ class Accelerator:
                 "parts": [part._summary() for part in self.parts],
                 "weights": self.arena.status(),
                 "eight_bits": self._model.eight_bits.status(
-                    [plan for each in self._model.accelerators() for plan in each.plans.values()], self.arena.banks
+                    [list(each.plans.values()) for each in self._model.accelerators()], self.arena.banks
                 ),
                 "graph_pool": pool_of(device).status() if device is not None and device.type == "cuda" else None,
                 "kernels_disabled": health.disabled(device) if device is not None else {},

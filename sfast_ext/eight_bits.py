@@ -7,11 +7,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from sfast_ext import cache_folder, environment, host_gpu, last_start, reasons
+from sfast_ext.kernels.eight_bits import MIN_CAPABILITY
 from sfast_ext.reasons import Reason
 
-MIN_CAPABILITY = (7, 5)
-"""The first with products of 8 bits on its tensor cores."""
 NONE: dict[str, Any] = {"layers": 0, "kept": [], "bytes": 0}
 _FILE = "eight_bits.json"
 
@@ -19,11 +20,13 @@ _FILE = "eight_bits.json"
 def refusal() -> Reason | None:
     """Why nothing is computed in 8 bits on this machine; None if it can be."""
     missing = environment.no_gpu()
-    if missing is not None:
-        return missing
+    return missing or refusal_of(host_gpu.device())
+
+
+def refusal_of(device: torch.device) -> Reason | None:
+    """Why nothing is computed in 8 bits on a GPU; None if it can be."""
     from sfast_ext.kernels.backend import nvrtc, triton_runtime
 
-    device = host_gpu.device()
     has = triton_runtime.capability(device)
     if has < MIN_CAPABILITY:
         return reasons.OLD_FOR_EIGHT_BITS(*(f"{major}.{minor}" for major, minor in (has, MIN_CAPABILITY)))

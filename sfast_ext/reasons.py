@@ -202,7 +202,7 @@ MODEL_CHANGES = Kind("changes-again",
     "what the model computes changes again and again: it is prepared when it stays the same")
 
 NEW_KIND = Kind("new-size",
-    "this size, number of images or length of the prompt is new: it is prepared when it is used again, or once that pays")
+    "this size, number of images or length of the prompt is new: it is prepared when used again, or once that pays")
 
 WEIGHTS_ON = Kind("weights-elsewhere", "the weights are on {}, what was prepared for them on {}")
 WEIGHTS_SPLIT = Kind("weights-elsewhere", "some weights are on {}, others on {}")
@@ -256,16 +256,22 @@ PLAN_NO_MEMORY = Kind("out-of-memory", "the accelerated step failed: {}: {}")
 BUILD_FAILED = Kind("failed", "this size could not be prepared: {}: {}")
 PLAN_FAILED = Kind("failed", "the accelerated step failed: {}: {}")
 
-EIGHT_BITS_CARD = Kind("eight-bits",
-    "8 bits are not used: the GPU has compute capability {}, and they take 7.5 or later")
 EIGHT_BITS_BFLOAT16 = Kind("eight-bits",
     "8 bits are not used: the model is in bfloat16, and the GPU of compute capability {} takes float16 alone")
-EIGHT_BITS_NVRTC = Kind("eight-bits", "8 bits are not used: their kernels cannot be compiled: {}")
 EIGHT_BITS_KERNELS = Kind("eight-bits", "8 bits are not used: there are no kernels for them on {}")
 EIGHT_BITS_KERNEL_FAILED = Kind("eight-bits", "8 bits are not used: a kernel for them failed: {}: {}")
-EIGHT_BITS_LAYERS = Kind("eight-bits", "8 bits are not used: at this size no layer in half precision is fit for them")
+EIGHT_BITS_FLOAT32 = Kind("eight-bits", "8 bits are not used: the model is in float32, and they are for half precision")
+EIGHT_BITS_LAYERS = Kind("eight-bits", "8 bits are not used: at this size the model has no layer that is fit for them")
+EIGHT_BITS_ERRORS = Kind("eight-bits", "8 bits are not used: they would change each layer by more than {:.0%}")
+EIGHT_BITS_NO_GAIN = Kind("eight-bits", "8 bits are not used: at this size they would not make this GPU faster")
+EIGHT_BITS_SLOWER = Kind("eight-bits",
+    "8 bits are not used: at this size a call takes {:.2f} ms with them and {:.2f} ms without")
 EIGHT_BITS_VALUES = Kind("eight-bits", "8 bits are not used: values of this call are not finite")
 EIGHT_BITS_ROOM = Kind("eight-bits", "8 bits are not used: the GPU has too little memory for a second copy of weights")
+EIGHT_BITS_INACCURATE = Kind("eight-bits",
+    "8 bits are not used: they change the result by {:.2g}, and {:g} is allowed")
+EIGHT_BITS_SLOWER_THAN_ORIGINAL = Kind("eight-bits",
+    "8 bits are not used: a call takes {:.1f} ms with them, and {:.1f} ms without this extension")
 EIGHT_BITS_REFUSED = Kind("eight-bits", "8 bits are not used: {}")
 EIGHT_BITS_FAILED = Kind("eight-bits", "8 bits are not used: this size could not be prepared with them: {}: {}")
 

@@ -277,6 +277,8 @@ class PretendedStream:
 
     def wait_event(self, event: Any) -> None: ...
 
+    def record_event(self) -> Any: ...
+
 
 def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     """Stand in for the calls into CUDA that graphs and streams make, and for those named."""

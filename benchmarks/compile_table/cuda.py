@@ -35,7 +35,7 @@ from sfast_ext import kernels
 from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.backend import cuda_libraries, nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
-from sfast_ext.kernels.eight_bits import mma8_tiles, mma_gemm8
+from sfast_ext.kernels.eight_bits import MIN_CAPABILITY, mma8_tiles, mma_gemm8
 from sfast_ext.kernels.linear import mma_gemm, mma_tiles
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,7 @@ def in_8_bits() -> list[Launch]:
     """All launches of `mma_gemm8`, on any of CARDS."""
     found = set()
     for card in CARDS:
-        for tile in mma8_tiles.shapes(divmod(card, 10)) if divmod(card, 10) >= mma_gemm8.SINCE else ():
+        for tile in mma8_tiles.shapes(divmod(card, 10)) if divmod(card, 10) >= MIN_CAPABILITY else ():
             for dtype, kind in itertools.product((torch.float16, torch.bfloat16), range(3)):
                 pairs = kind == mma_gemm.GEGLU
                 if not pairs or tile.width // tile.across // 8 % 2 == 0:

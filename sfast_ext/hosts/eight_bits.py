@@ -16,16 +16,23 @@ from sfast_ext.report import Report, words_of
 FEW = 8
 """At most so many steps are few: an error of one of them is a larger part of the image."""
 UNUSED = "8 bits are on and not used"
-_PLAIN = re.compile(r"turbo|lightning|hyper[-_ ]?sd|(?<![1-9])[1-8][-_ ]?steps?(?![a-z])", re.IGNORECASE)
-_WORDS = re.compile(r"(?<![a-z])(lcm|tcd|dmd2?|hyper|schnell|distill(ed)?)(?![a-z])(?![-_ ]?real)", re.IGNORECASE)
+_FLASH = r"(sd|xl|pixart)[-_ .0-9]*flash(?![a-z])|(?<![a-z])flash[-_ ]?(sd|pixart|diffusion)"
+_PLAIN = re.compile(rf"turbo|lightning|hyper[-_ ]?sd|{_FLASH}", re.IGNORECASE)
+# "4stepLora", not "v1_steps", "15steps" or "epoch_4_step_2000"
+_STEPS = re.compile(
+    r"(?<![0-9.])(?<![vV])[1-8][-_ ]?(steps?|Steps?|STEPS?)(?![-_ ]?[0-9])(?=[^a-z]|(?:lora|model|unet|merge)|$)"
+)
+_WORDS = re.compile(
+    r"(?<![a-z])(lcm|tcd|pcm|dmd2?|hyper|schnell|sdxs|distill(ed)?)(?![a-z])(?![-_ ]?real)", re.IGNORECASE
+)
 # as in "photonLCM_v10" and "sdxlDMD2"
-_CAPITALS = re.compile(r"(?<=[a-z0-9])(LCM|TCD|DMD2?|Hyper)(?![a-z])")
+_CAPITALS = re.compile(r"(?<=[a-z0-9])(LCM|TCD|PCM|DMD2?|Hyper)(?![a-z])")
 _LORA = re.compile(r"<(?:lora|lyco):([^:>]+)", re.IGNORECASE)
 
 
 def is_for_few_steps(name: object) -> bool:
     """Whether a model, a LoRA, a sampler or a schedule is made for few steps, as its name says."""
-    return isinstance(name, str) and any(each.search(name) for each in (_PLAIN, _WORDS, _CAPITALS))
+    return isinstance(name, str) and any(each.search(name) for each in (_PLAIN, _STEPS, _WORDS, _CAPITALS))
 
 
 def doubt(p: Any, model: str | None) -> Reason | None:

@@ -16,9 +16,10 @@ import torch
 from torch import fx
 
 from sfast_ext import reasons
-from sfast_ext.kernels.backend import health
+from sfast_ext.kernels.backend import graph_branch, health
 from sfast_ext.kernels.eight_bits import (
     add_layer_norm8,
+    gain,
     geglu8,
     layer_norm8,
     linear8,
@@ -29,9 +30,10 @@ from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
 from sfast_ext.kernels.pointwise import add_layer_norm, gated_norm, geglu, layer_norm, modulated_norm, swiglu
 from sfast_ext.reasons import Detail, Reason
 
+from . import query_attention
 from .attention import ATTENTION
 from .cleanup import PERMUTE
-from .eight_bits_selection import Layer, measured
+from .eight_bits_selection import LIMIT, Layer, measured
 from .rewrite import (
     CAST,
     HALF,
@@ -70,6 +72,8 @@ COLUMNS, DEPTH = 32, 64
 PIXELS = 16
 """Times as deep as it is wide is a layer that makes pixels of tokens: its error is that of the image. The deepest of
 other layers, Flux's, is 5 times."""
+FIRST_BANKS = 24
+"""Of the first launch that quantises weights: those of the first transformers of a UNet."""
 _PRODUCTS = LINEAR | {linear_geglu.launch, linear_accumulate.launch}
 _VIEWS = RESHAPE | PERMUTE | overloads("transpose.int", "contiguous")
 _PARTS = overloads("slice.Tensor", "split_with_sizes", "split.sizes")
@@ -97,6 +101,11 @@ class Candidate(NamedTuple):
         """The weight of the arena."""
         return argument(self.node, 1, "weight").meta["weight"]
 
+    def product(self, fused: float) -> gain.Product:
+        """Its sizes, and what is lost as it is not one kernel with what follows."""
+        columns, depth = self.weight.tensor.shape
+        return gain.Product(math.prod((shape(self.x) or ())[:-1]), columns, depth, fused)
+
     @property
     def name(self) -> str:
         """That of the layer, or of the layers that are packed."""
@@ -119,10 +128,15 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     selection = ctx.eight_bits
     if selection is None or ctx.most_bytes is not None:
         return 0
+    if selection.declined is not None:
+        return selection.decline(selection.declined, elsewhere_too=False)
     if not ctx.supported(*KERNELS):
         return selection.decline(without_kernels(ctx.device), for_good=True)
     hoist_weights(gm.graph)
-    found = candidates(gm.graph, ctx.device)
+    fit = matches(gm.graph)
+    found = paying(fit, query_attention.fused_linears(gm.graph, ctx), ctx.device)
+    if fit and not found:
+        return selection.decline(reasons.EIGHT_BITS_NO_GAIN(), elsewhere_too=False)
     if selection.room is not None and ctx.arena.banks.missing(c.weight for c in found) > selection.room:
         return selection.decline(reasons.EIGHT_BITS_ROOM())
     layers = [Layer(c.name, c.x, c.weight.tensor) for c in found if c.name not in selection.errors]
@@ -134,7 +148,7 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
         selection.learn(errors)
     taken = [c for c in found if c.name not in selection.kept]
     if not taken:
-        return selection.decline(reasons.EIGHT_BITS_LAYERS(), elsewhere_too=False)
+        return selection.decline(nothing_taken(gm.graph, found), elsewhere_too=False)
     groups = {c.result: selection.group(c.name, c.norm is None) for c in taken}
     banks = [ctx.arena.banks.get(c.weight, groups[c.result]) for c in taken]
     weights = bank_nodes(gm, taken, banks)
@@ -158,14 +172,38 @@ def without_kernels(device: torch.device) -> Reason:
     return reasons.EIGHT_BITS_KERNELS(device)
 
 
-def candidates(graph: fx.Graph, device: torch.device) -> list[Candidate]:
-    """The products whose input may be quantised where it is written, if that pays."""
+def nothing_taken(graph: fx.Graph, found: list[Candidate]) -> Reason:
+    """Why none of the products is one of 8-bit integers."""
+    if found:
+        return reasons.EIGHT_BITS_ERRORS(LIMIT)
+    kinds = {dtype(node) for node in graph.nodes if node.op == "get_attr"}
+    return reasons.EIGHT_BITS_LAYERS() if kinds.intersection(HALF) else reasons.EIGHT_BITS_FLOAT32()
+
+
+def matches(graph: fx.Graph) -> list[Candidate]:
+    """The products whose input may be quantised where it is written."""
     pinned = mutated(graph)
-    found = (match(node, pinned, device) for node in graph.nodes if is_op(node, _PRODUCTS))
+    found = (match(node, pinned) for node in graph.nodes if is_op(node, _PRODUCTS))
     return [candidate for candidate in found if candidate is not None]
 
 
-def match(node: fx.Node, pinned: set[fx.Node], device: torch.device) -> Candidate | None:
+def paying(found: list[Candidate], fused: dict[fx.Node, float], device: torch.device) -> list[Candidate]:
+    """Those that are faster so, with what quantises their input for all that read it.
+
+    Args:
+        fused: of products that could be one kernel with what follows, the microseconds that this saves.
+    """
+    readers: dict[fx.Node, list[Candidate]] = defaultdict(list)
+    for candidate in found:
+        readers[candidate.x].append(candidate)
+    taken: set[fx.Node] = set()
+    for some in readers.values():
+        pays = gain.pays([each.product(fused.get(each.node, 0.0)) for each in some], some[0].norm is not None, device)
+        taken.update(each.node for each, faster in zip(some, pays) if faster)
+    return [candidate for candidate in found if candidate.node in taken]
+
+
+def match(node: fx.Node, pinned: set[fx.Node]) -> Candidate | None:
     """Matches a product in half precision that is large enough, by a weight of the arena."""
     x: Any = node.args[0]
     weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
@@ -184,7 +222,7 @@ def match(node: fx.Node, pinned: set[fx.Node], device: torch.device) -> Candidat
     rows = math.prod((shape(x) or ())[:-1])
     if size[1] >= PIXELS * columns:
         return None
-    if columns % COLUMNS or size[1] % DEPTH or rows < MIN_ROWS or not linear8.profitable(rows, *size, device):
+    if columns % COLUMNS or size[1] % DEPTH or rows < MIN_ROWS:
         return None
     norm = norm_of(x)
     if norm is None and not is_written(x, pinned):
@@ -310,29 +348,51 @@ def bank_nodes(
     gm: fx.GraphModule, taken: list[Candidate], banks: list[Bank]
 ) -> dict[tuple[Any, int], tuple[fx.Node, fx.Node]]:
     """Inserts the kernel that brings banks up to date, at the top. Returns the nodes of (rows, scales) by weight and
-    group."""
+    group.
+
+    On a GPU there is a kernel for each part of them, which the first product that reads it waits for
+    (`graph_branch.join`).
+    """
     graph = gm.graph
     # weights stand at the top: what reads them stands after the last of them
     place = top(graph)
     while place.next.op == "get_attr":
         place = place.next
-    sources: dict[int, fx.Node] = {}
-    held: list[list[fx.Node]] = []
-    for candidate, bank in zip(taken, banks, strict=True):
-        if id(bank) not in sources:
-            like = argument(candidate.node, 1, "weight")
-            sources[id(bank)] = like
-            with graph.inserting_before(place):
-                held.append([bank_node(gm, bank, i, len(held), like) for i in range(3)])
-    once = list({id(bank): bank for bank in banks}.values())
-    lists = [list(sources.values()), *map(list, zip(*held)), [bank.group for bank in once]]
-    with graph.inserting_after(place):
-        fresh = call(graph, quantise_weights.launch, tuple(lists), tuple(rows.meta["val"] for rows, *_ in held))
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    by_use = sorted(zip(taken, banks, strict=True), key=lambda each: order[each[0].result])
+    readers: dict[int, Candidate] = {}
+    once: list[Bank] = []
+    for candidate, bank in by_use:
+        if readers.setdefault(id(bank), candidate) is candidate:
+            once.append(bank)
+    held: dict[int, list[fx.Node]] = {}
+    others = sum(node.meta.get("bank") is not None for node in graph.nodes)
+    for bank in once:
+        with graph.inserting_before(place):
+            like = argument(readers[id(bank)].node, 1, "weight")
+            held[id(bank)] = [bank_node(gm, bank, i, others + len(held), like) for i in range(3)]
     found: dict[tuple[Any, int], tuple[fx.Node, fx.Node]] = {}
-    for i, (bank, (rows, scales, _)) in enumerate(zip(once, held, strict=True)):
-        with graph.inserting_after(fresh):
-            found[bank.weight, bank.group] = call(graph, operator.getitem, (fresh, i), rows), scales
+    for some in parts(once) if once[0].rows.is_cuda else [once]:
+        sources = [argument(readers[id(bank)].node, 1, "weight") for bank in some]
+        lists = [sources, *map(list, zip(*(held[id(bank)] for bank in some))), [bank.group for bank in some]]
+        vals = tuple(held[id(bank)][0].meta["val"] for bank in some)
+        with graph.inserting_after(place):
+            place = fresh = call(graph, quantise_weights.launch, tuple(lists), vals)
+        with graph.inserting_before(readers[id(some[0])].result):
+            if some[0].rows.is_cuda:
+                fresh = call(graph, graph_branch.join, (fresh,), vals)
+            for i, bank in enumerate(some):
+                rows, scales, _ = held[id(bank)]
+                found[bank.weight, bank.group] = call(graph, operator.getitem, (fresh, i), rows), scales
     return found
+
+
+def parts(banks: list[Bank]) -> list[list[Bank]]:
+    """Banks that are brought up to date by one launch each, in the order of their use: the first products wait for a
+    few."""
+    most = quantise_weights.ENTRIES
+    rest = [banks[i : i + most] for i in range(FIRST_BANKS, len(banks), most)]
+    return [banks[:FIRST_BANKS], *rest]
 
 
 def bank_node(gm: fx.GraphModule, bank: Bank, index: int, number: int, like: fx.Node) -> fx.Node:

@@ -39,6 +39,8 @@ TIGHTENED = 0.1
 """Of the layers, that many more are kept by `tighten`."""
 SAMPLE = 256
 """Rows of a layer that are measured."""
+OUTPUTS = 1024
+"""Rows of its weight that are measured at least, if it has so many. The largest of SDXL have ten times as many."""
 GAIN = 0.9
 """Of the error, that much at most is left if a rotation is to pay."""
 GROUPS = (256, 128, 64)
@@ -71,6 +73,7 @@ class Selection:
         for_good: whether that stays so.
         room: bytes that the second copy of weights may take; None if that does not matter.
         inputs: of the call whose plan is made.
+        declined: why that plan has no such layer; None if it may have some.
     """
 
     errors: dict[str, Errors] = field(default_factory=dict)
@@ -80,11 +83,16 @@ class Selection:
     for_good: bool = False
     room: int | None = None
     inputs: Sequence[Any] = ()
+    declined: Reason | None = None
 
     @contextlib.contextmanager
-    def on(self, inputs: Sequence[Any], room: int | None) -> Iterator[None]:
-        """Within, a plan is made of a call with these inputs."""
-        self.inputs, self.room, self.obstacle = inputs, room, None
+    def on(self, inputs: Sequence[Any], room: int | None, declined: Reason | None = None) -> Iterator[None]:
+        """Within, a plan is made of a call with these inputs.
+
+        Args:
+            declined: why it has no such layer, whatever the graph; None if it may have some.
+        """
+        self.inputs, self.room, self.obstacle, self.declined = inputs, room, None, declined
         self.elsewhere_too = self.for_good = False
         try:
             yield
@@ -170,7 +178,8 @@ def errors_of(x: Tensor, weight: Tensor, turn: Tensor | None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     count = min(SAMPLE, len(rows))
     sample = rows[torch.arange(count, device=x.device) * len(rows) // count].float()
-    wide = weight.float()
+    # output rows too are quantised each by itself
+    wide = weight[:: max(1, len(weight) // OUTPUTS)].float()
     exact = F.linear(sample, wide)
     plain = distance(F.linear(rounded(sample), rounded(wide)), exact)
     if turn is None:
@@ -188,9 +197,8 @@ def distance(y: Tensor, exact: Tensor) -> Tensor:
 
 def rounded(rows: Tensor) -> Tensor:
     """What rows are once they are quantised; NaN for a row that holds a value that is not finite."""
-    scale = rows.abs().amax(-1, keepdim=True) / 127
-    scale = torch.where(scale == 0, 1.0, scale)
-    return (rows / scale).round().mul_(scale)
+    q, scale = quantise_rows.reference(rows)
+    return q * scale[..., None]
 
 
 def hadamard(size: int, device: torch.device) -> Tensor:

@@ -10,7 +10,21 @@ from sfast_ext.kernels.attention import query_attention as kernel
 
 from .attention import ATTENTION, kernel_options
 from .fusion import fusion
-from .rewrite import HALF, LINEAR, RESHAPE, argument, aten, call, dtype, is_op, only_user, replace, reshaped, shape
+from .rewrite import (
+    HALF,
+    LINEAR,
+    RESHAPE,
+    argument,
+    aten,
+    call,
+    dtype,
+    is_op,
+    mutated,
+    only_user,
+    replace,
+    reshaped,
+    shape,
+)
 
 if TYPE_CHECKING:
     from .context import PassContext
@@ -19,6 +33,7 @@ _TRANSPOSE = (aten.transpose.int,)
 
 
 class QueryAttentionMatch(NamedTuple):
+    linear: fx.Node
     x: fx.Node
     weight: fx.Node
     k: fx.Node
@@ -74,4 +89,18 @@ def match(node: fx.Node, ctx: PassContext, pinned: set[fx.Node]) -> QueryAttenti
         return None
     if not kernel.profitable(batch, tokens, keys[1:], rows[-1], ctx.device):
         return None
-    return QueryAttentionMatch(x, weight, k, v, (batch, tokens, rows[-1]))
+    return QueryAttentionMatch(linear, x, weight, k, v, (batch, tokens, rows[-1]))
+
+
+def fused_linears(graph: fx.Graph, ctx: PassContext) -> dict[fx.Node, float]:
+    """The linears that this pass would fuse, and the microseconds that this saves."""
+    if not ctx.supported(kernel.launch):
+        return {}
+    pinned = mutated(graph)
+    found = (match(node, ctx, pinned) for node in graph.nodes if is_op(node, ATTENTION))
+    return {each.linear: _saved(each, ctx) for each in found if each is not None}
+
+
+def _saved(found: QueryAttentionMatch, ctx: PassContext) -> float:
+    (images, rows, depth), keys = found.size, shape(found.k) or ()
+    return kernel.saved(images, rows, keys[1:], depth, ctx.device)  # type: ignore[arg-type]

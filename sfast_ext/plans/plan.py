@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from sfast_ext.call_signature import Call, Signature, as_tensor
-from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend import graph_branch, nvrtc
 from sfast_ext.kernels.backend.pdl import MIN_CAPABILITY, in_pdl_capture, pdl_capture
 from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
 from sfast_ext.plans.binding import bind_attributes
@@ -310,8 +310,15 @@ class Plan:
         if CAN_UPDATE_GRAPH:
             self._copies.begin()
         # these only change between replays
-        with pdl_capture(readonly(self._graph_module, [weight.tensor for weight in self.weights])):
+        unwritten = readonly(self._graph_module, [weight.tensor for weight in self.weights])
+        with pdl_capture(unwritten), self._branching():
             return self._run_static()
+
+    def _branching(self) -> contextlib.AbstractContextManager[None]:
+        """Within, weights are quantised on a branch of the CUDA graph."""
+        if not self.banks or self.pool is None:
+            return contextlib.nullcontext()
+        return graph_branch.branching(self.pool.branch_stream())
 
     def _warm_up(self, pool: GraphPool, inference: bool) -> list[torch.Tensor]:
         # before the capture: kernels compile, libraries choose algorithms and allocate workspaces

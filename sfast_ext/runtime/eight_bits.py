@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from sfast_ext import reasons
-from sfast_ext.eight_bits import MIN_CAPABILITY
-from sfast_ext.kernels.backend import nvrtc, triton_runtime
+from sfast_ext.eight_bits import refusal_of
+from sfast_ext.kernels.backend import triton_runtime
 from sfast_ext.passes.eight_bits_selection import Selection
 from sfast_ext.plans.plan import Plan
-from sfast_ext.reasons import Declined, Detail, Reason
+from sfast_ext.reasons import Declined, Reason
 from sfast_ext.report import Report
+from sfast_ext.runtime.plan_cache import PlanCache, PlanKey
 from sfast_ext.weights.banks import Banks
 
 _MIN_BFLOAT16 = 8, 0
@@ -35,11 +36,30 @@ class EightBitsFailed(Declined):
 
     Attributes:
         again: whether another is made, with more layers in half precision.
+        here: whether it is for calls of this size alone.
     """
 
-    def __init__(self, reason: Reason, *, again: bool) -> None:
+    def __init__(self, reason: Reason, *, again: bool = False, here: bool = False) -> None:
         super().__init__(reason)
-        self.again = again
+        self.again, self.here = again, here
+
+
+def because(refusal: Reason) -> Reason:
+    """Why a plan with 8 bits is not kept, if a plan without is refused for this reason."""
+    if refusal.code == reasons.INACCURATE.code:
+        return reasons.EIGHT_BITS_INACCURATE(*refusal.values)
+    if refusal.code == reasons.SLOWER.code:
+        return reasons.EIGHT_BITS_SLOWER_THAN_ORIGINAL(*refusal.values)
+    return reasons.EIGHT_BITS_REFUSED(refusal)
+
+
+def slower(plan: Plan, exact: Plan | None) -> Reason | None:
+    """Why a plan with 8 bits is not worth what it changes: the exact plan of the same call is faster. None if it is
+    not, or if one of the two was not timed. On a CPU there are only references."""
+    took, other = plan.ms_after, None if exact is None else exact.ms_after
+    if plan.device.type != "cuda" or took is None or other is None or took <= other:
+        return None
+    return reasons.EIGHT_BITS_SLOWER(took, other)
 
 
 class EightBits:
@@ -72,6 +92,10 @@ class EightBits:
         self._generations = 0 if for_good else self._pause
         self._pause = min(2 * self._pause, _MAX_PAUSE)
 
+    def succeeded(self) -> None:
+        """A plan with 8 bits was compared and kept, so what ended the last one is over."""
+        self._pause = _FIRST_PAUSE
+
     def exceeded(self, model: Hashable, reason: Reason, report: Report) -> None:
         """A plan that was kept is too far from the original now: its weights are others. The layers are selected anew,
         unless that was of no use before."""
@@ -79,7 +103,7 @@ class EightBits:
         self._exceeded += 1
         if self._exceeded >= ATTEMPTS:
             self._exceeded = 0
-            self.stop(reasons.EIGHT_BITS_REFUSED(reason), report)
+            self.stop(because(reason), report)
 
     def clear(self) -> None:
         """Forget all: settings changed, or the model is another one."""
@@ -102,25 +126,54 @@ class EightBits:
             if not self._generations:
                 self.reason = None
 
-    def status(self, plans: Sequence[Plan], banks: Banks) -> dict[str, Any]:
+    def status(self, networks: Sequence[Sequence[Plan]], banks: Banks) -> dict[str, Any]:
         """For the report.
 
+        Args:
+            networks: the plans of the model, and of each of its parts that is accelerated by itself.
+
         Returns:
-            layers: products that the largest plan computes in 8 bits; kept: [name, error] of those that stay in half
-            precision because of their error, the worst first; bytes: memory of the second copies; reason: why no plan
-            uses 8 bits, or None.
+            layers: products that the largest plan of each computes in 8 bits; kept: [name, error] of those that stay
+            in half precision because of their error, the worst first; bytes: memory of the second copies; reason: why
+            no plan uses 8 bits, or None.
         """
         latest = next(reversed(self._selections.values()), None)
-        used = [plan.fused.get("eight_bits", 0) for plan in plans if plan.banks]
+        used = [max((p.fused.get("eight_bits", 0) for p in plans if p.banks), default=0) for plans in networks]
         reason = self.reason
-        if reason is None and latest is not None and not used:
+        if reason is None and latest is not None and not any(used):
             reason = latest.obstacle
         return {
-            "layers": max(used, default=0),
+            "layers": sum(used),
             "kept": [list(each) for each in latest.listed()] if latest is not None else [],
             "bytes": 0 if banks.vacant else banks.bytes,
             "reason": None if reason is None else reason.as_dict(),
         }
+
+
+def keep_faster(
+    cache: PlanCache, key: PlanKey, plan: Plan, eight_bits: EightBits, report: Report, drops: bool
+) -> None:
+    """Of the plans of a call with 8 bits and without, of which one was just made, drop that with 8 bits if it is
+    slower.
+
+    Args:
+        drops: whether slower plans are dropped, see `Config.drop_slower`.
+
+    Raises:
+        EightBitsFailed: it is the one that was just made.
+    """
+    other_key = key._replace(eight_bits=not key.eight_bits)
+    other = cache.plans.get(other_key)
+    if plan.banks:
+        why = slower(plan, other) if drops else None
+        if why is not None:
+            cache.drop(key)
+            report.count("captures", -1)
+            raise EightBitsFailed(why, here=True)
+        eight_bits.succeeded()
+    elif drops and other is not None and other.banks and (why := slower(other, plan)) is not None:
+        report.event("8 bits", why)
+        cache.drop(other_key)
 
 
 def unsupported(device: torch.device, dtypes: set[torch.dtype]) -> Reason | None:
@@ -131,13 +184,12 @@ def unsupported(device: torch.device, dtypes: set[torch.dtype]) -> Reason | None
     """
     if device.type != "cuda":
         return None
+    missing = refusal_of(device)
+    if missing is not None:
+        return missing.of("8 bits are not used")
     capability = triton_runtime.capability(device)
-    if capability < MIN_CAPABILITY:
-        return reasons.EIGHT_BITS_CARD("{}.{}".format(*capability))
     if torch.bfloat16 in dtypes and capability < _MIN_BFLOAT16:
         return reasons.EIGHT_BITS_BFLOAT16("{}.{}".format(*capability))
-    if not nvrtc.supported(device):
-        return reasons.EIGHT_BITS_NVRTC(Detail(nvrtc.unsupported(device) or "it is not there"))
     return None
 
 

@@ -10,6 +10,7 @@ from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.plan import Plan
 from sfast_ext.reasons import Detail, one_line
 from sfast_ext.report import stage, words_of
+from sfast_ext.runtime.eight_bits import because
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_finder import Lookup
@@ -65,7 +66,7 @@ class Failures:
             if plan is not None and plan.banks:
                 # the one without 8 bits may run
                 self._cache.drop(lookup.key)
-                self._context.model.eight_bits.stop(reasons.EIGHT_BITS_REFUSED(why), report)
+                self._context.model.eight_bits.stop(because(why), report)
             else:
                 self._cache.reject(lookup.key, why)
         except Exception as again:

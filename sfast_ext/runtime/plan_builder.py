@@ -27,7 +27,7 @@ from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted, Preparation, StageTimes
 from sfast_ext.reasons import Declined, Detail, Reason, one_line
 from sfast_ext.report import at, rehearsing, stage, words_of
-from sfast_ext.runtime.eight_bits import ATTEMPTS, EightBitsFailed, state_of_weights, unsupported
+from sfast_ext.runtime.eight_bits import ATTEMPTS, EightBitsFailed, because, keep_faster, state_of_weights, unsupported
 from sfast_ext.runtime.failures import Failures, out_of_memory
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, StateChanges
@@ -202,14 +202,18 @@ class PlanBuilder:
         """A plan, if need be without the kernels that fail, or without 8 bits. None, with the reason reported, if there
         can be none, or if the plan without 8 bits is there already."""
         eight_bits, report, tries = self._context.model.eight_bits, self._context.report, 0
+        declined: Reason | None = None
         while True:
             try:
-                return self._attempt(lookup, run)
+                return self._attempt(lookup, run, declined)
             except Interrupted:
                 raise
             except EightBitsFailed as exc:
                 tries += 1
-                if not exc.again or tries >= ATTEMPTS:
+                if exc.here:
+                    report.event("8 bits", exc.reason)
+                    declined = exc.reason
+                elif not exc.again or tries >= ATTEMPTS:
                     eight_bits.stop(exc.reason, report)
                     lookup = lookup.exact()
             except Declined:
@@ -226,8 +230,12 @@ class PlanBuilder:
                 return None
             run.trace = None  # consumed by the attempt
 
-    def _attempt(self, lookup: Lookup, run: OriginalRun) -> Plan | None:
-        """A plan with the enabled kernels. None, with the reason reported, if there can be none."""
+    def _attempt(self, lookup: Lookup, run: OriginalRun, declined: Reason | None = None) -> Plan | None:
+        """A plan with the enabled kernels. None, with the reason reported, if there can be none.
+
+        Args:
+            declined: why the plan is made without 8 bits, for calls of this size; None if it may have them.
+        """
         context, key, device = self._context, lookup.key, lookup.key.device
         report = context.report
         at("capture")
@@ -243,7 +251,8 @@ class PlanBuilder:
             selection = context.model.eight_bits.selection(key.model) if key.eight_bits else None
             with contextlib.ExitStack() as stack:
                 if selection is not None:
-                    stack.enter_context(selection.on(lookup.call.tensors(device), self._spare_bytes(device)))
+                    room = self._spare_bytes(device)
+                    stack.enter_context(selection.on(lookup.call.tensors(device), room, declined))
                 plan = make_plan(captured, lookup.call, context.arena, device, context.config, selection)
             if selection is not None and selection.obstacle is not None and selection.elsewhere_too:
                 # it is the plan without 8 bits
@@ -317,17 +326,18 @@ class PlanBuilder:
             inaccurate = refusal.code == reasons.INACCURATE.code
             self._cache.drop(key)
             report.count("captures", -1)
-            raise EightBitsFailed(reasons.EIGHT_BITS_REFUSED(refusal), again=inaccurate and selection.tighten())
+            raise EightBitsFailed(because(refusal), again=inaccurate and selection.tighten())
         elif refusal is not None and refusal.code == reasons.INACCURATE.code and blocks_copied:
             # two blocks may differ in what their comparison does not read
             report.event("capture", f"equal blocks are recorded one by one from now on: {refusal}")
             self._cache.drop(key)
             report.count("captures", -1)
             self._one_by_one, run.trace = True, None
-            return self._attempt(lookup, run)
+            return self._attempt(lookup, run, declined)
         if refusal is not None:
             self._cache.reject(key, refusal)
             return None
+        keep_faster(self._cache, key, plan, context.model.eight_bits, report, context.config.drop_slower)
         return plan
 
     def _spare_bytes(self, device: torch.device) -> int | None:

@@ -128,9 +128,10 @@ SETTINGS = (
         "sfast_eight_bits",
         "eight_bits",
         "8 bits",
-        "Most of a step is computed with whole numbers of 8 bits, fastest on NVIDIA cards from RTX 20 on. What is too "
-        "sensitive for it stays in half precision. Details of the image change. Not for models of few steps (Turbo, "
-        "LCM, Lightning). It takes GPU memory of about half the model's size",
+        "The linear layers of a step, about half of it, are computed with whole numbers of 8 bits if that is faster, "
+        "as on GeForce RTX 20 and later. What is too sensitive for it stays in half precision. Details of the image "
+        "change. Not for models of few steps (Turbo, LCM, Lightning). It takes GPU memory of about half the "
+        "model's size",
         infotext="Stable Fast 8 bits",
     ),
     Setting(

@@ -49,10 +49,10 @@ def test_the_tables(found):
     row = found["rows"][0]
     for name in row["us"]:
         row["us"][name] = 100.0 if name == hopper8.CUBLAS else 80.0
-    row["us"]["int8, 128 team 2 pair 1"] = 50.0
+    row["us"]["int8, 80 team 2 pair 1"] = 50.0
     lines = hopper8.table(found["rows"])
     assert len(lines) == 2 + len(found["rows"]) and len({line.count("|") for line in lines}) == 1
-    assert lines[2].startswith("| linear | 2048×3840×1280 | 100.0 | 50.0 | 128 team 2 pair 1 | 2.00 | 1.60 |")
+    assert lines[2].startswith("| linear | 2048×3840×1280 | 100.0 | 50.0 | 80 team 2 pair 1 | 2.00 | 1.60 |")
     tiles = hopper8.tile_table(found["rows"])
     assert "50.0 / 80.0" in tiles[2] and "–" in tiles[2 + 3 * 2] and len({line.count("|") for line in tiles}) == 1
 

@@ -34,7 +34,7 @@ MUTATIONS = [
         "each.data_ptr() % 16", "each.data_ptr() % 2", _REFUSED,
     ),
     Mutation(
-        "cards before 7.5", "kernels/eight_bits/mma_gemm8.py", "since=SINCE", "since=None",
+        "cards before 7.5", "kernels/eight_bits/mma_gemm8.py", "since=MIN_CAPABILITY", "since=None",
         (_GEMM + "test_cards_it_is_for",),
     ),
     Mutation(
@@ -43,12 +43,12 @@ MUTATIONS = [
     ),
     Mutation(
         "operands that Hopper's kernel does not take", "kernels/eight_bits/linear8.py",
-        "if unfit is None and wgmma_gemm8.profitable(x, weight):", "if wgmma_gemm8.profitable(x, weight):",
+        "if unfit is None and wgmma_gemm8.profitable(x):", "if wgmma_gemm8.profitable(x):",
         (_LINEAR + "test_hoppers_kernel_goes_first_if_it_takes_them_and_pays",),
     ),
     Mutation(
         "GEGLU that Hopper's kernel does not take", "kernels/eight_bits/geglu8.py",
-        "if unfit is None and wgmma_gemm8.profitable(x, weight):", "if wgmma_gemm8.profitable(x, weight):",
+        "if unfit is None and wgmma_gemm8.profitable(x):", "if wgmma_gemm8.profitable(x):",
         (_LINEAR + "test_hoppers_kernel_goes_first_if_it_takes_them_and_pays",),
     ),
     Mutation(

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from sfast_ext.kernels.attention import query_attention as kernel
 from sfast_ext.passes.attention import attention
-from sfast_ext.passes.query_attention import query_attention
+from sfast_ext.passes.query_attention import fused_linears, query_attention
 from sfast_ext.passes.rewrite import is_weight, shape
 
 from .support import Traced, Whole, randn
@@ -255,3 +255,14 @@ def test_all_attentions_to_the_prompt_of_a_unet(model: str) -> None:
     blocks = sum(type(module).__name__ == "BasicTransformerBlock" for module in unet.modules())
     assert counts["query_attention"] == counts["attention"] == blocks > 0  # the others are of images to themselves
     assert whole.error() < 1.2 * whole.error_before + 1e-3
+
+
+def test_the_linears_that_are_fused_and_what_that_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(kernel, "saved", lambda *sizes: asked.append(sizes[:4]) or 2.5)
+    on = traced_as(attend)
+    (found,) = fused_linears(on.graph, on.ctx).items()
+    assert found[1] == 2.5 and found[0].args[1].meta["weight"].path.endswith("q.weight")
+    assert asked == [(4, 4, (4, 5, 4), 16)]
+    assert on.rewrite(query_attention) == 1 and not fused_linears(on.graph, on.ctx)
+    assert not fused_linears(traced_as(attend, bias=True).graph, on.ctx)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -266,6 +267,44 @@ def test_what_did_not_work_is_tried_again_after_some_generations(monkeypatch: py
     assert on.status()["reason"] is None and on.status()["layers"] == LAYERS
 
 
+def test_after_a_success_the_next_failure_is_tried_again_as_soon_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = On()
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(eight_bits_selection, "errors_of", lambda *operands: 1 / 0)
+            on.acc._model.eight_bits._selections.clear()
+            on.acc._model.forget_plans("a test")
+            on.call()
+            assert on.status()["reason"] is not None and on.status()["layers"] == 0
+        for _ in range(4):
+            on.acc.new_generation()
+        on.call()
+        assert on.status()["reason"] is None and on.status()["layers"] == LAYERS
+
+
+def test_the_layers_of_parts_are_added_up() -> None:
+    on = On()
+    on.acc.accelerate_parts([(str(i), block) for i, block in enumerate(on.ours.blocks)])
+    x = torch.randn(2, 128, C).to(HALF)
+    for block in on.ours.blocks:
+        block(x)
+    assert on.status()["layers"] == LAYERS and on.status()["reason"] is None
+
+
+def test_what_is_said_of_a_model_in_float32() -> None:
+    on = On()
+    on.ours.float()
+    on.ours(torch.randn(2, 128, 8))
+    assert "the model is in float32" in on.status()["reason"]["text"]
+
+
+def test_what_is_said_of_a_plan_that_is_too_far_off() -> None:
+    on = On(Config(allow_cpu=True, eight_bits=True, tolerance=1e-9))
+    on.call()
+    text = on.status()["reason"]["text"]
+    assert re.search(r"^8 bits are not used: they change the result by [0-9.]+, and 2e-09 is allowed$", text), text
+
+
 @pytest.mark.parametrize(
     ("capability", "dtypes", "nvrtc_there", "words"),
     [
@@ -274,9 +313,9 @@ def test_what_did_not_work_is_tried_again_after_some_generations(monkeypatch: py
         ((7, 5), {torch.float16, torch.bfloat16}, True, "bfloat16"),
         ((7, 5), {torch.float16}, True, None),
         ((8, 0), {torch.bfloat16}, True, None),
-        ((8, 6), {torch.float16}, False, "cannot be compiled"),
+        ((8, 6), {torch.float16}, False, "NVRTC"),
         ((9, 0), {torch.float16}, True, None),
-        ((12, 0), {torch.bfloat16}, False, "cannot be compiled"),
+        ((12, 0), {torch.bfloat16}, False, "NVRTC"),
         ((12, 0), {torch.bfloat16}, True, None),
     ],
 )
@@ -290,7 +329,7 @@ def test_what_a_card_must_have(
 
 
 def test_a_card_that_cannot_has_the_exact_plan_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: reasons.EIGHT_BITS_CARD("7.0"))
+    monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: reasons.OLD_FOR_EIGHT_BITS("7.0", "7.5"))
     on = On(OFF)
     on.call()
     on.call()

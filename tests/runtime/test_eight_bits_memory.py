@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import eight_bit_kernels
@@ -13,8 +14,9 @@ from pretended_card import GPU, Card, pretended_card
 from torch import Tensor
 
 from sfast_ext import Config
-from sfast_ext.kernels.backend import health
-from sfast_ext.kernels.eight_bits import linear8, quantise_weights
+from sfast_ext.kernels.backend import graph_branch, health
+from sfast_ext.kernels.eight_bits import gain, geglu8, linear8, quantise_weights
+from sfast_ext.passes import eight_bits as passes
 from sfast_ext.passes import eight_bits_selection
 from sfast_ext.plans.graph_pool import MB, pool_of
 from sfast_ext.runtime import plan_builder, verify
@@ -36,13 +38,34 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
     monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
-    monkeypatch.setattr(linear8, "profitable", lambda rows, columns, depth, device: True)
+    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device: [True] * len(products))
     with pretended_card(monkeypatch, 64 * MB) as found:
         yield found
         assert not found.faults
 
 
 CARD = Config(triton=False, eight_bits=True, tolerance=0.1)
+EXACT = Config(triton=False, tolerance=0.1)
+
+
+def test_products_wait_for_their_part_of_the_weights_alone(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "FIRST_BANKS", 3)
+    monkeypatch.setattr(quantise_weights, "ENTRIES", 2)
+    on = On(CARD, "cuda")
+    for _ in range(2):
+        assert on.error() < 0.05
+    nodes = list(on.plan._graph_module.graph.nodes)
+    work = [node for node in nodes if node.op == "call_function"]
+    parts = [node for node in work if node.target is quantise_weights.launch]
+    assert [len(node.args[0]) for node in parts] == [3, 2, 2, 1] and work[:4] == parts
+    products = [node for node in work if node.target in (linear8.launch, geglu8.launch)]
+    for part in parts:
+        (join,) = part.users
+        readers = [product for item in join.users for product in item.users]
+        assert join.target is graph_branch.join and len(readers) == len(part.args[0])
+        # nothing but the names of its rows stands between a join and the first product that reads one
+        first = products[products.index(min(readers, key=nodes.index))]
+        assert all(node in join.users for node in nodes[nodes.index(join) + 1 : nodes.index(first)])
 
 
 def test_memory_that_goes_to_the_host_and_comes_back(card: Card) -> None:
@@ -180,3 +203,66 @@ def test_weights_are_quantised_in_each_replay(card: Card, monkeypatch: pytest.Mo
     on.both(changed("in place", -1.7))
     # by the graph alone
     assert on.error() < 0.05
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> dict[bool, float]:
+    """Milliseconds of a plan, by whether it has 8 bits. They can be changed."""
+    took = {True: 2.0, False: 1.0}
+    real = plan_builder.verify_plan
+
+    def verified(new: Any) -> Any:
+        refusal = real(new)
+        new.plan.ms_after = took[bool(new.plan.banks)]
+        return refusal
+
+    monkeypatch.setattr(plan_builder, "verify_plan", verified)
+    return took
+
+
+def test_a_plan_that_is_slower_than_the_exact_one_is_not_kept(card: Card, timed: dict[bool, float]) -> None:
+    on = On(EXACT, "cuda")
+    on.call()
+    on.acc.configure(CARD)
+    for _ in range(4):
+        assert on.error() < 0.01
+    # the exact plan, the one with 8 bits, which is gone, and one without in its place
+    assert on.status()["layers"] == 0 and on.count("captures") == 2 and len(on.acc.plans) == 2
+    assert on.status()["bytes"] == 0
+    assert "2.00 ms with them and 1.00 ms without" in on.status()["reason"]["text"]
+    on.acc.configure(EXACT)
+    assert on.error() < 0.01 and on.count("captures") == 2
+    # a call of another size has no exact plan
+    on.acc.configure(CARD)
+    on.call(512)
+    assert on.status()["layers"] == LAYERS
+
+
+def test_a_plan_that_turns_out_slower_than_a_later_exact_one_goes(card: Card, timed: dict[bool, float]) -> None:
+    on = On(CARD, "cuda")
+    on.call()
+    assert on.status()["layers"] == LAYERS
+    on.acc.configure(EXACT)
+    on.call()
+    assert not on.status()["bytes"] and len(on.acc.plans) == 1
+    on.acc.configure(CARD)
+    assert all(on.error() < 0.01 for _ in range(3)) and on.status()["layers"] == 0
+
+
+@pytest.mark.parametrize("eight_bits", [1.0, 0.5, None])
+def test_a_plan_that_is_no_slower_stays(card: Card, timed: dict[bool, Any], eight_bits: float | None) -> None:
+    timed[True] = eight_bits
+    for first, second in ((EXACT, CARD), (CARD, EXACT)):
+        on = On(first, "cuda")
+        on.call()
+        on.acc.configure(second)
+        on.call()
+        assert on.status()["layers"] == LAYERS and on.count("captures") == 2
+
+
+def test_slower_plans_stay_if_none_is_dropped(card: Card, timed: dict[bool, float]) -> None:
+    on = On(replace(EXACT, drop_slower=False), "cuda")
+    on.call()
+    on.acc.configure(replace(CARD, drop_slower=False))
+    on.call()
+    assert on.status()["layers"] == LAYERS

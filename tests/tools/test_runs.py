@@ -63,10 +63,14 @@ def test_demo_with_a_folder_of_diffusers(tmp_path, monkeypatch, capsys, two_leve
     assert re.search(r"^Images agree: .* PASS$", told.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize(("difference", "fault"), [(40.0, False), (float("inf"), True)])
-def test_demo_with_8_bits_tells_the_difference_and_judges_only_what_is_not_finite(
-    tmp_path, monkeypatch, capsys, two_levels, difference, fault
+@pytest.mark.parametrize(
+    ("difference", "error", "fault"),
+    [(40.0, 0.03, False), (float("inf"), 0.0, True), (1.0, 0.05, True), (1.0, float("nan"), True)],
+)
+def test_demo_with_8_bits_tells_the_difference_and_judges_calls_by_their_budget(
+    tmp_path, monkeypatch, capsys, two_levels, difference, error, fault
 ):
+    monkeypatch.setattr(demo.LastCall, "error_of", lambda last, unet: error)
     monkeypatch.setattr(pipelines, "trained_pipeline", pipelines.random_pipeline)
     monkeypatch.setattr(demo, "_difference", lambda a, b: difference)
     # as on a GPU

@@ -78,10 +78,26 @@ def profitable(images: int, rows: int, keys: tuple[int, int, int], depth: int, d
     """
     if not _SOURCE.supported(device) or not _fits(keys, depth):
         return False
+    one, apart = _microseconds(images, rows, keys, depth, device)
+    return one < _IN_DOUBT * apart
+
+
+def saved(images: int, rows: int, keys: tuple[int, int, int], depth: int, device: torch.device) -> float:
+    """Microseconds that a GEMM and attention take longer than the kernel; 0 if it is not `profitable`."""
+    if not profitable(images, rows, keys, depth, device):
+        return 0.0
+    one, apart = _microseconds(images, rows, keys, depth, device)
+    return max(0.0, apart - one)
+
+
+def _microseconds(
+    images: int, rows: int, keys: tuple[int, int, int], depth: int, device: torch.device
+) -> tuple[float, float]:
+    """Of the kernel, and of a GEMM and attention."""
     columns = keys[0] * keys[2]
     waves = cdiv(_tiles(images, rows, columns), multiprocessors(device))
     apart = _APART + 1e-6 * images * rows * columns * (_ATTENTION + _PER_K * depth)
-    return waves * (_START + _STEP * cdiv(depth, smem_ring.DEPTH)) < _IN_DOUBT * apart
+    return waves * (_START + _STEP * cdiv(depth, smem_ring.DEPTH)), apart
 
 
 def _fits(keys: tuple[int, int, int], depth: int) -> bool:

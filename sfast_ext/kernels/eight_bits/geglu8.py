@@ -63,7 +63,7 @@ def launch(
     `linear8.launch`, N a multiple of 8."""
     require(None if approximate in ("none", "tanh") else "another approximation")
     unfit = wgmma_gemm8.accepts(x, x_scale, weight, weight_scale, bias, None, dtype, geglu=True)
-    if unfit is None and wgmma_gemm8.profitable(x, weight):
+    if unfit is None and wgmma_gemm8.profitable(x):
         return wgmma_gemm8.geglu(x, x_scale, weight, weight_scale, bias, gate_first, approximate, dtype)
     also_unfit = mma_gemm8.accepts_geglu(x, x_scale, weight, weight_scale, bias, approximate, dtype)
     if also_unfit is not None:

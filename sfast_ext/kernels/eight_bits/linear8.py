@@ -9,17 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend.registry import SLOWER, Declined, kernel
-from sfast_ext.kernels.backend.triton_runtime import capability
 from sfast_ext.kernels.eight_bits import choice8, mma_gemm8, wgmma_gemm8
 from sfast_ext.kernels.linear import mma_gemm
 
 _choice = choice8.choices("linear, 8 bits")
-MIN_PRODUCTS = {(8, 0): 10**9, (9, 0): 3 * 10**9}
-"""By compute capability: with fewer multiplications, a product in 8 bits and what quantises its input take as long as
-the product in half precision, which these cards compute in twice the time of one in 8 bits (benchmarks/results:
-hopper8-h200.json, quantisers-h200.json)."""
-MIN_PRODUCTS_ELSEWHERE = 10**8
-"""GeForce cards take four times as long for products in half precision with exact sums."""
 _MOST_FEW = 16  # rows that PyTorch's product of integers does not take
 
 
@@ -89,12 +82,6 @@ def _multiplies_integers(device: torch.device) -> bool:
         return False
 
 
-def profitable(rows: int, columns: int, depth: int, device: torch.device) -> bool:
-    """Whether a product, of GEGLU with all columns of its weight, is faster in 8 bits. On a CPU it counts as such."""
-    least = MIN_PRODUCTS.get(capability(device), MIN_PRODUCTS_ELSEWHERE)
-    return device.type != "cuda" or rows * columns * depth >= least
-
-
 @kernel(reference, fallback=fallback, writes=5, any_source=True, cuda_sources=choice8.SOURCES)
 def launch(
     x: Tensor,
@@ -112,7 +99,7 @@ def launch(
     and the residual is not overwritten.
     """
     unfit = wgmma_gemm8.accepts(x, x_scale, weight, weight_scale, bias, residual, dtype)
-    if unfit is None and wgmma_gemm8.profitable(x, weight):
+    if unfit is None and wgmma_gemm8.profitable(x):
         return wgmma_gemm8.linear(x, x_scale, weight, weight_scale, bias, residual, dtype)
     also_unfit = mma_gemm8.accepts(x, x_scale, weight, weight_scale, bias, residual, dtype)
     if also_unfit is not None:

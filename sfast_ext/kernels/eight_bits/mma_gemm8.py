@@ -20,14 +20,12 @@ from sfast_ext.kernels.backend.triton_runtime import (
     launch_kernel,
     multiprocessors,
 )
-from sfast_ext.kernels.eight_bits import mma8_tiles
+from sfast_ext.kernels.eight_bits import MIN_CAPABILITY, mma8_tiles
 from sfast_ext.kernels.eight_bits.mma8_tiles import DEPTH
 from sfast_ext.kernels.linear import mma_gemm
 from sfast_ext.kernels.linear.mma_gemm import GEGLU, NOTHING, PLAIN, RESIDUAL, Epilogue
 from sfast_ext.kernels.linear.mma_tiles import Tile
 
-SINCE = (7, 5)
-"""The first compute capability whose tensor cores multiply 8-bit integers."""
 MAX_DEPTH = (2**31 - 1) // 127**2
 """Terms of a sum that int32 holds, whatever the operands: 133144."""
 _MAX_ELEMENTS = 2**31  # elements of an operand or result
@@ -193,4 +191,4 @@ def _prepared(
 
 
 _NAMES = ("out", "x", "x_scale", "weight", "weight_scale", "bias", "residual", "rows", "columns", "depth")
-_SOURCE = nvrtc.Source("mma_gemm8", _prepared, _NAMES, since=SINCE)
+_SOURCE = nvrtc.Source("mma_gemm8", _prepared, _NAMES, since=MIN_CAPABILITY)

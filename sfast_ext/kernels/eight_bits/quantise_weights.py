@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import cuda_tier, nvrtc
+from sfast_ext.kernels.backend import cuda_tier, graph_branch, nvrtc
 from sfast_ext.kernels.backend.launch_log import AddressTable
 from sfast_ext.kernels.backend.registry import kernel, require
 from sfast_ext.kernels.backend.triton_runtime import (
@@ -73,12 +73,14 @@ def in_place(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors,
 fallback = in_place
 
 # as in csrc/quantise_weights.cu
-_ENTRIES = 88
+ENTRIES = 88
+"""Weights of a launch."""
 _KEYS = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 _STARTS = 0xA0761D6478BD642F, 0xE7037ED1A0B428DB
 _SEED = 0x8EBC6AF09C88C6E3
 _WARPS = 8  # of a block
 _BLOCKS = 4  # of a multiprocessor, all of them at once on every card
+_ROWS = 4  # of a warp on a branch of a CUDA graph, whose blocks soon leave their place to those of the graph
 _LOADS = 5  # of a lane at a time, by 16 bytes: 1,280 columns
 _MAX_COLUMNS = 65535
 
@@ -116,12 +118,12 @@ class _Table(ctypes.Structure):
     """`Table` of csrc/quantise_weights.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_uint64 * _ENTRIES) for name in ("weights", "rows", "scales", "digests")),
-        ("first", ctypes.c_int * (_ENTRIES + 1)),
-        ("strides", ctypes.c_int * _ENTRIES),
-        ("columns", ctypes.c_uint16 * _ENTRIES),
-        ("groups", ctypes.c_uint16 * _ENTRIES),
-        ("aligned", ctypes.c_uint32 * cdiv(_ENTRIES, 32)),
+        *((name, ctypes.c_uint64 * ENTRIES) for name in ("weights", "rows", "scales", "digests")),
+        ("first", ctypes.c_int * (ENTRIES + 1)),
+        ("strides", ctypes.c_int * ENTRIES),
+        ("columns", ctypes.c_uint16 * ENTRIES),
+        ("groups", ctypes.c_uint16 * ENTRIES),
+        ("aligned", ctypes.c_uint32 * cdiv(ENTRIES, 32)),
     ]
 
 
@@ -150,6 +152,8 @@ def _prepared(_: Any, entries: Sequence[_Entry], **constants: int) -> tuple[list
         table.first[i + 1] = first
         table.strides[i], table.columns[i], table.groups[i] = entry.weight.stride(0), columns, entry.group
         table.aligned[i // 32] |= _aligned(entry) << i % 32
+    for i in range(len(entries), ENTRIES):
+        table.first[i + 1] = first
     return [AddressTable(table, places), ctypes.c_int(first)], 32 * constants["WARPS"], 0
 
 
@@ -200,6 +204,8 @@ def _accepts_devices(entries: list[_Entry]) -> Iterator[str | None]:
 def launch(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, groups: Sequence[int]) -> list[Tensor]:
     """`reference`, written over `rows`, in one launch for each 88 weights of a dtype; returns `rows`.
 
+    It is launched on the branch of a CUDA graph if there is one: `graph_branch.join(rows)` waits for it.
+
     For each row whose digest (`digest_of_rows`) is not the one in digests[i], rows[i], scales[i] and then digests[i]
     are written. The rest is left as it is. A new bank has digests of zeros.
 
@@ -213,9 +219,12 @@ def launch(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, g
         if entry.weight.numel():
             by_dtype.setdefault(entry.weight.dtype, []).append(entry)
     for dtype, entries in by_dtype.items():
-        for start in range(0, len(entries), _ENTRIES):
-            some = entries[start : start + _ENTRIES]
+        for start in range(0, len(entries), ENTRIES):
+            some = entries[start : start + ENTRIES]
             x, count = some[0].weight, sum(len(entry.row) for entry in some)
             blocks = min(cdiv(count, _WARPS), _BLOCKS * multiprocessors(device_of(x)))
-            launch_kernel(SOURCE, (blocks,), x, some, **constants(dtype))
+            if graph_branch.is_open():
+                blocks = cdiv(count, _WARPS * _ROWS)
+            with graph_branch.aside(rows):
+                launch_kernel(SOURCE, (blocks,), x, some, **constants(dtype))
     return list(rows)

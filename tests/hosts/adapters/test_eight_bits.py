@@ -22,11 +22,18 @@ FEW = [
     "juggernautXL_versionXInpaint_hyper", "Hyper-SD15-8steps-CFG-lora", "Hyper-SDXL-1step-Unet", "hyper_sd15",
     "LCM_Dreamshaper_v7", "lcm-lora-sdv1-5", "photonLCM_v10", "DMD2_sdxl_4step_lora", "sdxlDMD2", "dmd2",
     "TCD-SD15-LoRA", "pcm_sdxl_normalcfg_8step", "SDXL-2 steps", "sdxl_distilled_v1", "LCM", "TCD", "Turbo",
+    "4stepLora", "sdxl_4stepLoRA_v2", "fast8steplora", "SDXL_4Step", "2STEPS", "PCM", "pcm_sd15_smallcfg",
+    "animePCM_v1",
+    "SDXL Flash", "sdxl-flash-mini", "SDXLFlash_v2", "sd3.5-flash", "flash-sdxl", "Flash_SD15", "flash diffusion",
+    "sdxs-512-0.9",
 ]  # fmt: skip
 MANY = [
     "v1-5-pruned-emaonly.safetensors [6ce0161689]", "sd_xl_base_1.0", "juggernautXL_v9", "hyperrealism_v1",
     "hyper-realistic-3", "calcmind", "HyperionMix", "etcd", "revAnimated_v122EOL", "dreamshaper_8", "model_15steps",
-    "sd21_20step", "wolcmix", "admdesign", "Euler a", "DPM++ 2M", "Karras", "SGM Uniform", "", None, 3,
+    "sd21_20step", "wolcmix", "admdesign", "v1_steps", "mymodel_V2 steps", "v1.4steps", "epoch_4_step_2000",
+    "4steps10k",
+    "flashback", "camera_flash_photo", "sdxl_flashy", "flashlight_sd", "pcmag", "4stepping", "50steps", "lora_v3-step",
+    "Euler a", "DPM++ 2M", "Karras", "SGM Uniform", "", None, 3,
 ]  # fmt: skip
 
 

@@ -161,7 +161,7 @@ def test_banks_at_odd_places(device):
 
 
 def test_more_weights_than_a_launch_takes(device, monkeypatch):
-    shapes = [(1 + n % 3, 64, 64 * (n % 2)) for n in range(2 * quantise_weights._ENTRIES + 5)]
+    shapes = [(1 + n % 3, 64, 64 * (n % 2)) for n in range(2 * quantise_weights.ENTRIES + 5)]
     made = weights_of(shapes, torch.float16, device)
     # weights of two dtypes, and one without rows
     made.weights[70] = made.weights[70].bfloat16()

@@ -226,9 +226,8 @@ def test_the_tile_that_takes_least():
 
 
 def test_few_rows_are_left_to_others():
-    weight = operands()[2]
-    assert kernel.profitable(operands((64,))[0], weight) and not kernel.profitable(operands((63,))[0], weight)
-    assert kernel.profitable(operands((2, 32))[0], weight)
+    assert kernel.profitable(operands((64,))[0]) and not kernel.profitable(operands((63,))[0])
+    assert kernel.profitable(operands((2, 32))[0])
 
 
 def test_nothing_is_read_before_the_wait():
