@@ -1,5 +1,5 @@
-// out (M, N) = a (M, K) b (N, K)^T with what follows it, by mma.sync, after CUTLASS's multistage GEMM: what mma_gemm.cu
-// and mma_gemm8.cu share. After mma.h.
+// out (M, N) = a (M, K) b (N, K)^T with what follows it, by mma.sync, after CUTLASS's multistage GEMM: what mma_gemm.cu,
+// mma_gemm8.cu and mma_conv8.cu share. After mma.h.
 //
 // A block has DOWN by ACROSS warps, each of which computes 16 HIGH rows and WIDTH / ACROSS columns. Each stage of
 // shared memory holds 64 bytes of each row of a and b: 32 of K in half precision, 64 in 8 bits. A fragment of an
@@ -309,14 +309,14 @@ struct Vectors {
     return kGeglu && (at >= kVectors) != GATE_FIRST ? columns : 0;
   }
 
-  // Loads them, by all threads of the block; what is behind the last row or column is not used.
+  // Loads them, by all threads; what is behind the last row or column is not used. alike: rows that share a factor.
   __device__ __forceinline__ void load(const Place& own, const float* __restrict__ of_rows,
                                        const float* __restrict__ of_columns, const Element* __restrict__ of_bias,
-                                       int rows, int columns) {
+                                       int rows, int columns, int alike = 1) {
 #pragma unroll
     for (int first = 0; first < kRows; first += kThreads) {
       const int i = first + threadIdx.x;
-      if (kRows % kThreads == 0 || i < kRows) row_scales[i] = of_rows[min(own.first_row + i, rows - 1)];
+      if (kRows % kThreads == 0 || i < kRows) row_scales[i] = of_rows[min(own.first_row + i, rows - 1) / alike];
     }
 #pragma unroll
     for (int first = 0; first < WIDTH; first += kThreads) {

@@ -1,8 +1,8 @@
-"""Linear layers of transformer blocks as products of 8-bit integers.
+"""Linear layers of transformer blocks as products of 8-bit integers; 3x3 convolutions: eight_bits_conv.py.
 
 Layers whose input this pass can have quantised where it is written: by a layer norm, by GEGLU or by an attention.
-Others stay in half precision: embeddings, convolutions and what stands in for them, and the keys and values of the
-prompt, whose first token is an outlier. Which of the layers are taken is said by `Selection`.
+Others stay in half precision: embeddings, other convolutions and what stands in for them, and the keys and values of
+the prompt, whose first token is an outlier. Which of the layers are taken is said by `Selection`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from sfast_ext.reasons import Detail, Reason
 
 from .attention import ATTENTION
 from .cleanup import PERMUTE
+from .eight_bits_conv_match import conv_candidates
 from .eight_bits_selection import Layer, measured
 from .rewrite import (
     HALF,
@@ -115,10 +116,13 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.supported(*KERNELS):
         return selection.decline(without_kernels(ctx.device), for_good=True)
     hoist_weights(gm.graph)
-    found = candidates(gm.graph, ctx.device)
-    if selection.room is not None and ctx.arena.banks.missing(c.weight for c in found) > selection.room:
+    found, convolutions = candidates(gm.graph, ctx.device), conv_candidates(gm.graph, ctx)
+    needed = ctx.arena.banks.missing(c.weight for c in found)
+    if selection.room is not None and needed > selection.room:
         return selection.decline(reasons.EIGHT_BITS_ROOM())
-    layers = [Layer(c.name, c.x, c.weight.tensor) for c in found if c.name not in selection.errors]
+    layers = [Layer(c.name, c.x, c.weight.tensor) for c in found]
+    layers += [Layer(layer_name(c.weight.path), c.x, c.weight.tensor, c.stride) for c in convolutions]
+    layers = [layer for layer in layers if layer.name not in selection.errors]
     if layers:
         errors = measured(gm, layers, selection.inputs)
         if 1 < len(errors) < 2 * sum(math.isnan(each.least) for each in errors.values()):
@@ -127,7 +131,11 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
         selection.learn(errors)
     taken = [c for c in found if c.name not in selection.kept]
     if not taken:
+        if any(layer_name(c.weight.path) not in selection.kept for c in convolutions):
+            return 0
         return selection.decline(reasons.EIGHT_BITS_LAYERS(), elsewhere_too=False)
+    if selection.room is not None:
+        selection.room -= needed
     groups = {c.result: selection.group(c.name, c.norm is None) for c in taken}
     banks = [ctx.arena.banks.get(c.weight, groups[c.result]) for c in taken]
     weights = bank_nodes(gm, taken, banks)
@@ -287,12 +295,13 @@ def bank_nodes(
         place = place.next
     sources: dict[int, fx.Node] = {}
     held: list[list[fx.Node]] = []
+    others = sum(node.meta.get("bank") is not None for node in graph.nodes)
     for candidate, bank in zip(taken, banks, strict=True):
         if id(bank) not in sources:
             like = argument(candidate.node, 1, "weight")
             sources[id(bank)] = like
             with graph.inserting_before(place):
-                held.append([bank_node(gm, bank, i, len(held), like) for i in range(3)])
+                held.append([bank_node(gm, bank, i, others + len(held), like) for i in range(3)])
     once = list({id(bank): bank for bank in banks}.values())
     lists = [list(sources.values()), *map(list, zip(*held)), [bank.group for bank in once]]
     with graph.inserting_after(place):

@@ -106,12 +106,13 @@ class EightBits:
         """For the report.
 
         Returns:
-            layers: products that the largest plan computes in 8 bits; kept: [name, error] of those that stay in half
-            precision because of their error, the worst first; bytes: memory of the second copies; reason: why no plan
-            uses 8 bits, or None.
+            layers: products and convolutions that the largest plan computes in 8 bits; kept: [name, error] of those
+            that stay in half precision because of their error, the worst first; bytes: memory of the second copies;
+            reason: why no plan uses 8 bits, or None.
         """
         latest = next(reversed(self._selections.values()), None)
-        used = [plan.fused.get("eight_bits", 0) for plan in plans if plan.banks]
+        passes = ("eight_bits", "eight_bits_conv")
+        used = [sum(plan.fused.get(name, 0) for name in passes) for plan in plans if plan.banks]
         reason = self.reason
         if reason is None and latest is not None and not used:
             reason = latest.obstacle
