@@ -415,6 +415,11 @@ def _linear8(o: Operands) -> Iterator[Case]:
     return eight_bits.linears(LINEARS, o)
 
 
+@_of("conv2d8")
+def _conv2d8(o: Operands) -> Iterator[Case]:
+    return eight_bits.convolutions([(320, 128, 320), (640, 64, 640), (1280, 32, 1280), (2560, 32, 1280)], o)
+
+
 @_of("geglu8")
 def _geglu8(o: Operands) -> Iterator[Case]:
     return eight_bits.gated_linears(GATED_LINEARS, o)

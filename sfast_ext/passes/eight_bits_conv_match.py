@@ -11,7 +11,7 @@ from sfast_ext.kernels.eight_bits import add_group_norm8, cat_group_norm8, conv2
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm
 
 from .conv_match import stride_of
-from .rewrite import CONV, argument, dtype, is_op, is_weight, mutated, only_user, shape
+from .rewrite import CONV, argument, dtype, is_op, is_weight, mutated, shape
 
 if TYPE_CHECKING:
     from .context import PassContext
@@ -60,13 +60,14 @@ def match(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> ConvCandidat
     norm."""
     stride, x = stride_of(conv), conv.args[0]
     weight, bias = argument(conv, 1, "weight"), argument(conv, 2, "bias")
-    if stride is None or not isinstance(x, fx.Node) or not is_weight(weight) or only_user(x) is not conv:
+    if stride is None or not isinstance(x, fx.Node) or not is_weight(weight) or list(x.users) != [conv]:
         return None
     kind, norm = dtype(conv), norm_of(x)
     if norm is None or not pinned.isdisjoint([conv, norm, *conv.all_input_nodes]):
         return None
     # the kernel that quantises takes one dtype
-    if any(t is not None and dtype(t) != kind for t in (x, weight, bias, *norm.all_input_nodes)):
+    operands = x, weight, bias, *norm.all_input_nodes
+    if any(t is not None and dtype(t) != kind for t in operands):
         return None
     (images, columns, height, width), channels = shape(conv) or (0, 0, 0, 0), (shape(x) or (0, 0))[1]
     pixels = images * height * width
