@@ -1,5 +1,8 @@
-// Second pass of a group norm of channels-last images whose result is int8 with one scale an image; for any card. As
-// group_norm_normalise.cu; in front of it each block finds the scale.
+// Second pass of a group norm of channels-last images whose result is int8 with one scale and one zero an image; for any
+// card. As group_norm_normalise.cu; in front of it each block finds the scale.
+//
+// Without SiLU the zero is 0. SiLU's results are at least -0.28, so that half of the codes would stand for nothing: with
+// it, codes from -127 on stand for that minimum and what is above it.
 //
 // The norm is linear in each channel, and SiLU grows from its only minimum on. So the largest magnitude of an image's
 // result is that of the least or the largest value of one of its channels (group_norm_statistics.cu), or with SiLU of
@@ -14,6 +17,8 @@
 #include "quantise.h"
 
 constexpr float kLeastSilu = 0.27846456f;  // its magnitude, at -1.2784645
+
+constexpr float kCodes = 253.f;  // between the codes of both ends, with SiLU: rounding adds at most one
 
 // Where some neighbouring channels are in their groups: those before `split` belong to `group`, the rest to the next.
 struct Groups {
@@ -39,7 +44,7 @@ __device__ __forceinline__ void affine_of(const Access& gamma, const Access& bet
 }
 
 // Grid (blocks of per_block pixels, blocks of block_groups groups, images). out: (images, pixels, channels); scales:
-// (images,); extremes: (2, images, parts, channels), of x; the rest is as in group_norm_normalise.cu, with at most 128
+// (2, images), zeros behind scales; extremes: (2, images, parts, channels), of x; the rest is as in group_norm_normalise.cu, with at most 128
 // groups of an image.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     group_norm8_normalise(const In* __restrict__ x, const In* __restrict__ shift, const In* __restrict__ weight,
@@ -49,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                           int shift_stride, int per_part, int parts, int with_silu, float eps) {
   pdl_wait();
   __shared__ float mean_of[128], rstd_of[128];
-  __shared__ unsigned largest_of_warps[32];
+  __shared__ unsigned largest_of_warps[32], negative_of_warps[32];
   const int width = channels / groups, packs = block_groups * width / PACK;
   const int lane = quotient(threadIdx.x, 1.f / packs), inner = (threadIdx.x - lane * packs) * PACK;
   const int first_group = blockIdx.y * block_groups, here = min(block_groups, groups - first_group);
@@ -101,18 +106,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         }
     }
   }
+  top = largest_of_lanes<32>(top);
+  negative = any_of_warp(negative);
+  if (in_warp == 0) largest_of_warps[warp] = top, negative_of_warps[warp] = negative;
+  __syncthreads();
+  top = 0, negative = false;
+  for (int i = 0; i < warps; ++i) top = larger(top, largest_of_warps[i]), negative |= negative_of_warps[i];
+  RowScale found;
+  float zero = 0.f;
   if (with_silu) {
     // of infinity and NaN it is NaN, which row_scale takes for what they are
-    const unsigned after = bits_of_float(silu(float_of_bits(top))) & 0x7fffffffu;
-    top = larger(after, negative ? bits_of_float(kLeastSilu) : 0u);
+    const float below = negative ? kLeastSilu : 0.f, above = silu(float_of_bits(top));
+    // if all values are small, the zero is not above 0
+    const float span = above < below ? 2.f * below : above + below;
+    found = row_scale(bits_of_float(span) & 0x7fffffffu, 127.f / kCodes);
+    found.inverse *= kCodes / 127.f;
+    if (found.mask) zero = floorf(below * found.inverse + 0.5f) - 127.f;
+  } else {
+    found = row_scale(top, 1.f);
   }
-  top = largest_of_lanes<32>(top);
-  if (in_warp == 0) largest_of_warps[warp] = top;
-  __syncthreads();
-  top = 0;
-  for (int i = 0; i < warps; ++i) top = larger(top, largest_of_warps[i]);
-  const RowScale found = row_scale(top, 1.f);
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) scales[blockIdx.z] = found.scale;
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0)
+    scales[blockIdx.z] = found.scale, scales[gridDim.z + blockIdx.z] = zero;
+  const float factor_of_codes = found.inverse;
+  found.inverse = 1.f;
 
   if (!active) return;
   float factor[PACK], offset[PACK];
@@ -132,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       for (int j = 0; j < PACK; ++j) {
         value[j] = value[j] * factor[j] + offset[j];
         if (with_silu) value[j] = silu(value[j]);
+        value[j] = value[j] * factor_of_codes + zero;
       }
       store_codes(image + (long long)pixel * channels, value, found);
     }

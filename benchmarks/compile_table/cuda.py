@@ -126,7 +126,7 @@ def in_8_bits() -> list[Launch]:
                     found.add(Launch(mma_gemm8._SOURCE.name, constants, tile.threads, shared, 75))
                 if not pairs:
                     constants = tuple(sorted(mma_conv8.constants(tile, dtype, kind == mma_gemm.RESIDUAL).items()))
-                    shared = mma8_tiles.shared_bytes(tile, pairs)
+                    shared = mma_conv8.shared_bytes(tile)
                     found.add(Launch(mma_conv8.SOURCE.name, constants, tile.threads, shared, 75))
     return sorted(found)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
+from sfast_ext.kernels.eight_bits.group_norm8 import CODES, LEAST_SILU
 
 # rows, columns, and how many are rotated together; batch 2, the last three are SDXL's
 ROWS = [(8192, 320, 64), (2048, 1280, 256), (2048, 2560, 256), (512, 5120, 256)]
@@ -126,10 +127,16 @@ def _add_layer_norm8(o: Any, case: MakeCase) -> Iterator[Any]:
 
 
 def group_norm8(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool) -> tuple[Tensor, Tensor]:
-    """By PyTorch's operations."""
+    """By PyTorch's operations, as `group_norm8.reference`."""
     y = F.group_norm(x, groups, weight, bias, eps)
-    q, scale = torch_quantise_rows((F.silu(y) if silu else y).flatten(1))
-    return q.view(x.shape), scale
+    if not silu:
+        q, scale = torch_quantise_rows(y.flatten(1))
+        return q.view(x.shape), torch.stack([scale, torch.zeros_like(scale)])
+    y = F.silu(y)
+    scale = (y.flatten(1).amax(1) + LEAST_SILU) / CODES
+    zero = (LEAST_SILU / scale + 0.5).floor() - 127
+    q = (y / scale[:, None, None, None] + zero[:, None, None, None]).round().to(torch.int8)
+    return q, torch.stack([scale, zero])
 
 
 def _torch_group_norm8(

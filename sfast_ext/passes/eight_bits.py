@@ -121,7 +121,7 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     if selection.room is not None and needed > selection.room:
         return selection.decline(reasons.EIGHT_BITS_ROOM())
     layers = [Layer(c.name, c.x, c.weight.tensor) for c in found]
-    layers += [Layer(layer_name(c.weight.path), c.x, c.weight.tensor, c.stride) for c in convolutions]
+    layers += [Layer(layer_name(c.weight.path), c.x, c.weight.tensor, c.stride, c.silu) for c in convolutions]
     layers = [layer for layer in layers if layer.name not in selection.errors]
     if layers:
         errors = measured(gm, layers, selection.inputs)

@@ -103,10 +103,10 @@ def rewrite(candidate: ConvCandidate, weight: tuple[fx.Node, fx.Node], pinned: s
 
 def quantised(norm: fx.Node, normed: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Inserts, next to the kernel of a norm, one that quantises its result, and gives others their sum. Returns q and
-    scale."""
+    its scales and zeros."""
     graph, alone = norm.graph, norm is normed
     size = shape(normed) or ()
-    vals = meta_like(normed, size, torch.int8), meta_like(normed, size[:1], torch.float32)
+    vals = meta_like(normed, size, torch.int8), meta_like(normed, (2, *size[:1]), torch.float32)
     options = {name: norm.kwargs[name] for name in ("shift", "silu") if norm.kwargs.get(name)}
     with graph.inserting_before(norm):
         new = call(graph, _IN_8_BITS[norm.target], norm.args[: arguments_of(norm)], None, options)

@@ -36,6 +36,11 @@ class ConvCandidate(NamedTuple):
     stride: int
 
     @property
+    def silu(self) -> bool:
+        """Whether SiLU follows the norm."""
+        return bool(self.norm.kwargs.get("silu", False))
+
+    @property
     def x(self) -> Any:
         """Its input."""
         return self.node.args[0]

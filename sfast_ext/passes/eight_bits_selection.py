@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import registry
-from sfast_ext.kernels.eight_bits import quantise_rows
+from sfast_ext.kernels.eight_bits import group_norm8, quantise_rows
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
 from sfast_ext.kernels.pointwise import geglu
 from sfast_ext.reasons import Reason
@@ -136,6 +136,8 @@ class Layer(NamedTuple):
     weight: Tensor
     stride: int = 0
     """Of a 3x3 convolution; 0: it is a linear layer."""
+    silu: bool = False
+    """Whether SiLU writes what a convolution reads."""
 
 
 def measured(gm: fx.GraphModule, layers: Sequence[Layer], inputs: Sequence[Any]) -> dict[str, Errors]:
@@ -156,7 +158,7 @@ def measured(gm: fx.GraphModule, layers: Sequence[Layer], inputs: Sequence[Any])
     def seen(node: fx.Node, value: Any) -> bool:
         for layer in waiting.pop(node, ()):
             if layer.stride:
-                found.append(errors_of_convolution(value, layer.weight, layer.stride))
+                found.append(errors_of_convolution(value, layer.weight, layer.stride, layer.silu))
                 names.append((layer.name, 0))
                 continue
             group = next((g for g in GROUPS if layer.weight.shape[1] % g == 0), 0)
@@ -187,10 +189,13 @@ def errors_of(x: Tensor, weight: Tensor, turn: Tensor | None) -> Tensor:
     return torch.stack([plain, distance(F.linear(rounded(sample), rounded(wide)), exact)])
 
 
-def errors_of_convolution(x: Tensor, weight: Tensor, stride: int) -> Tensor:
-    """[error, error] of a 3x3 convolution of x (N, C, H, W) with weight (K, C, 3, 3) and padding 1."""
+def errors_of_convolution(x: Tensor, weight: Tensor, stride: int, silu: bool) -> Tensor:
+    """[error, error] of a 3x3 convolution of x (N, C, H, W), a result of SiLU or not, with weight (K, C, 3, 3) and
+    padding 1."""
     images, _, height, width = x.shape
-    largest = x.abs().flatten(1).amax(1).float()
+    scale = x.abs().flatten(1).amax(1).float() / 127
+    if silu:
+        scale = (x.flatten(1).amax(1).float() + group_norm8.LEAST_SILU) / group_norm8.CODES
     down, across = -(-height // stride), -(-width // stride)
     count, total = min(SAMPLE, images * down * across), images * down * across
     at = torch.arange(count, device=x.device) * total // count
@@ -200,7 +205,7 @@ def errors_of_convolution(x: Tensor, weight: Tensor, stride: int) -> Tensor:
     sample = torch.cat(taps, 1).float()
     wide = weight.permute(0, 2, 3, 1).flatten(1).float()
     exact = F.linear(sample, wide)
-    error = distance(F.linear(rounded(sample, largest[image, None]), rounded(wide)), exact)
+    error = distance(F.linear(rounded(sample, scale[image, None]), rounded(wide)), exact)
     return torch.stack([error, error])
 
 
@@ -211,13 +216,14 @@ def distance(y: Tensor, exact: Tensor) -> Tensor:
     return torch.where(norm == 0, away, away / norm)
 
 
-def rounded(rows: Tensor, largest: Tensor | None = None) -> Tensor:
+def rounded(rows: Tensor, scale: Tensor | None = None) -> Tensor:
     """What rows are once they are quantised; NaN for a row that holds a value that is not finite.
 
     Args:
-        largest: the largest magnitude of what a row belongs to, by default its own.
+        scale: that of what a row belongs to, by default its own.
     """
-    scale = (rows.abs().amax(-1, keepdim=True) if largest is None else largest) / 127
+    if scale is None:
+        scale = rows.abs().amax(-1, keepdim=True) / 127
     scale = torch.where(scale == 0, 1.0, scale)
     return (rows / scale).round().mul_(scale)
 

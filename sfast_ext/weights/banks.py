@@ -29,7 +29,7 @@ class Bank:
         weight: what it is made of.
         group: so many neighbours of a row are rotated, 0: none.
         rows: (N, K) in int8; of a convolution's weight (N, C, H, W) K is H W C, in this order.
-        scales: (N,) in float32.
+        scales: (N,) in float32; of a convolution's weight (2, N), the second the sum of the codes of each row.
         digests: (N,) in int64, of the rows of the weight that `rows` were made of; 0: of none.
     """
 
@@ -125,4 +125,5 @@ def total(banks: Iterable[Bank]) -> int:
 
 def _layout(shape: torch.Size) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     rows = torch.Size(shape[:1])
-    return (torch.Size((*rows, math.prod(shape[1:]))), torch.int8), (rows, torch.float32), (rows, torch.int64)
+    codes, scales = torch.Size((*rows, math.prod(shape[1:]))), torch.Size((2, *rows)) if len(shape) == 4 else rows
+    return (codes, torch.int8), (scales, torch.float32), (rows, torch.int64)

@@ -87,7 +87,7 @@ def test_residual_blocks() -> None:
     selection = on.ctx.eight_bits
     assert selection is not None and not selection.kept
     assert sorted(selection.errors) == [f"{n}.conv{i}" for n in ("one", "three", "two") for i in (1, 2)]
-    assert all(0.005 < error.least < 0.04 for error in selection.errors.values())
+    assert all(0.005 < error.least < 0.025 for error in selection.errors.values())
 
 
 def test_weights_that_change_in_place_are_followed() -> None:
@@ -349,14 +349,19 @@ def test_layers_that_would_be_too_far_off_stay() -> None:
 def test_the_error_of_a_layer_is_that_of_its_convolution() -> None:
     for stride, size in ((1, (2, 64, 12, 11)), (2, (1, 64, 33, 32)), (1, (3, 64, 40, 50))):
         x, weight = randn(*size), randn(40, 64, 3, 3)
-        x[0] *= 4  # images have a scale each
-        found = errors_of_convolution(x, weight, stride)
-        q, scale = quantise_rows.reference(x.flatten(1))
         rows, row_scale = quantise_rows.reference(weight.permute(0, 2, 3, 1).flatten(1))
-        exact = F.conv2d(x, weight, stride=stride, padding=1)
-        y = conv2d8.reference(q.view(x.shape), scale, rows, row_scale, None, None, stride, torch.float32)
-        wanted = (y - exact).norm() / exact.norm()
-        assert found[0] == found[1] and abs(found[0] / wanted - 1) < 0.1, (found, wanted)
+        for silu in (False, True):
+            factor = torch.ones(64)
+            factor[3] = 4
+            q, scale = group_norm8.reference(x, 8, factor, None, 1e-5, None, silu)
+            y = F.group_norm(x, 8, factor, None, 1e-5)
+            y = F.silu(y) if silu else y
+            found = errors_of_convolution(y, weight, stride, silu)
+            exact = F.conv2d(y, weight, stride=stride, padding=1)
+            given = q, scale, rows, row_scale.expand(2, -1)
+            made = conv2d8.reference(*given, None, None, stride, torch.float32)
+            wanted = (made - exact).norm() / exact.norm()
+            assert found[0] == found[1] and abs(found[0] / wanted - 1) < 0.1, (found, wanted)
 
 
 def test_the_count_is_that_of_convolutions() -> None:
@@ -383,7 +388,7 @@ def test_the_selection_of_another_plan_is_kept_to() -> None:
 
 
 def test_too_little_room_for_the_second_copy() -> None:
-    needed = 9 * C * C + C * 12
+    needed = 9 * C * C + C * 16
     for room, layers in ((needed - 1, 0), (needed, 1)):
         on = traced(Wrapped(plain), IMAGE)
         on.ctx.eight_bits.room = room

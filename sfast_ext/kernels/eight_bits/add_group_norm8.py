@@ -16,8 +16,8 @@ def reference(
     x: Tensor, conv_bias: Tensor | None, residual: Tensor | None, scale: float, groups: int, weight: Tensor | None,
     bias: Tensor | None, eps: float, silu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(sum, q, q_scale): sum as of `add_group_norm.reference`; the others of `group_norm8.reference` of the rounded
-    sum."""
+    """(sum, q, scales and zeros): sum as of `add_group_norm.reference`; the others of `group_norm8.reference` of the
+    rounded sum."""
     out_sum = bias_add.reference(x, conv_bias, residual, scale)
     return out_sum, *group_norm8.reference(out_sum, groups, weight, bias, eps, None, silu)
 

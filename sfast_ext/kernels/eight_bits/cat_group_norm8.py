@@ -17,7 +17,8 @@ def reference(
     a: Tensor, conv_bias: Tensor | None, residual: Tensor | None, b: Tensor, groups: int, weight: Tensor | None,
     bias: Tensor | None, eps: float, silu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(joined, q, scale): joined as of `cat_group_norm.reference`; the others of `group_norm8.reference` of it."""
+    """(joined, q, scales and zeros): joined as of `cat_group_norm.reference`; the others of `group_norm8.reference` of
+    it."""
     summed = bias_add.reference(a, conv_bias, residual)
     joined = torch.cat([summed, b.to(summed.dtype)], 1).contiguous(memory_format=torch.channels_last)
     return joined, *group_norm8.reference(joined, groups, weight, bias, eps, None, silu)

@@ -25,16 +25,18 @@ def reference(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None,
     residual: Tensor | None = None, stride: int = 1, dtype: torch.dtype = torch.float16,
 ) -> Tensor:  # fmt: skip
-    """x (N, C, H, W) and weight (K, 9 C), of nine taps row by row, in int8; x_scale (N) and weight_scale (K) in
-    float32; bias (K), residual (N, K, H / stride, W / stride), rounded up -> the same: x_scale * weight_scale *
-    conv2d(x, weight) + bias + residual, with padding 1, rounded once to dtype.
+    """x (N, C, H, W) and weight (K, 9 C), of nine taps row by row, in int8; x_scale (2, N), scales and zeros as of
+    `group_norm8`, and weight_scale (2, K), of which the second row is not read here, in float32; bias (K), residual
+    (N, K, H / stride, W / stride), rounded up -> the same: scale * weight_scale * conv2d(x - zero, weight) + bias +
+    residual, with padding 1, rounded once to dtype.
 
     Computes in float32 (float64 if scales are).
     """
     wide = x_scale.dtype
     taps = weight.view(weight.shape[0], 3, 3, -1).permute(0, 3, 1, 2)
-    y = F.conv2d(x.to(wide), taps.to(wide), padding=1, stride=stride)
-    y = y * x_scale[:, None, None, None] * weight_scale[:, None, None]
+    scale, zero = x_scale[:, :, None, None, None]
+    y = F.conv2d(x.to(wide) - zero, taps.to(wide), padding=1, stride=stride)
+    y = y * scale * weight_scale[0, :, None, None]
     if bias is not None:
         y = y + bias.to(wide)[:, None, None]
     if residual is not None:
@@ -61,7 +63,8 @@ def launch(
     residual: Tensor | None = None, stride: int = 1, dtype: torch.dtype = torch.float16,
 ) -> Tensor:  # fmt: skip
     """`reference` by `mma_conv8`. x and residual are made channels last; C a multiple of 64, K of 8; the rest is
-    contiguous, bias and residual in dtype, which is float16 or bfloat16."""
+    contiguous, bias and residual in dtype, which is float16 or bfloat16. The second row of weight_scale has the sums
+    of the codes of the weight's rows."""
     layout = torch.channels_last
     if not is_dry_run() and x.dim() == 4:
         x = x.contiguous(memory_format=layout)

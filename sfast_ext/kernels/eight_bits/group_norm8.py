@@ -1,8 +1,10 @@
 """Group norm, then SiLU, with an int8 result and one scale for each image: what a convolution in 8 bits reads.
 
-A sum over nine neighbours has no factor of a single pixel, so all pixels of an image share a scale. It is known before
-the result is written, and without another reading of the image: see csrc/group_norm8_normalise.cu. So there are always
-the two launches of portable.py; a launch that keeps a group in registers knows nothing of other groups.
+A code stands for `(code - zero) * scale`. A sum over nine neighbours has no factor of a single pixel, so all pixels of
+an image share a scale. It is known before the result is written, and without another reading of the image: see
+csrc/group_norm8_normalise.cu. So there are always the two launches of portable.py; a launch that keeps a group in
+registers knows nothing of other groups. SiLU's results are at least -0.28: with it the zero is near -127, so that all
+codes are used, and the steps are half as wide. Without, it is 0. It is a whole number from -127 to 0.
 
 Of a sum or a concatenation: add_group_norm8.py, cat_group_norm8.py.
 """
@@ -30,6 +32,8 @@ from sfast_ext.kernels.group_norm.two_pass import Norm
 
 LEAST_SILU = 0.27846456
 """The magnitude of SiLU's minimum, in float32."""
+CODES = 253
+"""Between the codes of SiLU's minimum and of the largest value; rounding adds at most one."""
 _MAX_GROUPS = 128  # of an image, all of which a block has
 
 
@@ -37,27 +41,30 @@ def reference(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None = None,
     silu: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(q (N, C, ...) int8, scale (N,) float32) of `group_norm.reference`, as `quantise_rows.reference` has them, with
-    an image in a row's place.
+    """(q (N, C, ...) int8, scales and zeros (2, N) float32) of `group_norm.reference`. Without SiLU they are as
+    `quantise_rows.reference` has them, with an image in a row's place, and zeros are 0.
 
     Computes in float32 (float64 if x is): the norm is not rounded in between. SiLU's minimum counts as one of the
-    values if there is a negative value in front of it.
+    values if there is a negative value in front of it. Codes and zeros are 0 if a scale is 1 or NaN for the reasons
+    of `quantise_rows.reference`.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     y = group_norm.reference(x, groups, weight, bias, eps, shift, False, compute)
     last = tuple(range(1, y.dim()))
     largest = y.abs().amax(last, keepdim=True)
     finite = largest.isfinite()
+    below, codes = torch.zeros_like(largest), LARGEST
     if silu:
-        largest = F.silu(y.clamp(min=0)).amax(last, keepdim=True)
-        negative = (y < 0).flatten(1).any(1).view_as(largest)
-        largest = torch.where(negative, largest.clamp(min=LEAST_SILU), largest)
+        below = LEAST_SILU * (y < 0).flatten(1).any(1).view_as(largest)
+        above = F.silu(y.clamp(min=0)).amax(last, keepdim=True)
+        largest, codes = below + torch.maximum(above, below), CODES
         y = F.silu(y)
-    some = (largest >= SMALLEST) & finite
-    scale = torch.where(some, largest / LARGEST, 1.0)
-    q = torch.where(some, (y / scale).round().clamp(-LARGEST, LARGEST), 0.0).to(torch.int8)
+    some = (largest * (LARGEST / codes) >= SMALLEST) & finite
+    scale = torch.where(some, largest / codes, 1.0)
+    zero = torch.where(some, (below / scale + 0.5).floor() - LARGEST, 0.0) if silu else below
+    q = torch.where(some, (y / scale + zero).round().clamp(-128, LARGEST), 0.0).to(torch.int8)
     scale = torch.where(finite, scale, float("nan"))
-    return channels_outer(channels_inner(q)), scale.flatten().to(torch.float32)
+    return channels_outer(channels_inner(q)), torch.stack([scale.flatten(), zero.flatten()]).to(torch.float32)
 
 
 NORMALISE = nvrtc.Source(
@@ -86,7 +93,8 @@ def accepts(x: Tensor, channels: int, groups: int, *others: Tensor | None) -> st
 
 
 def normalised(inputs: Inputs, groups: int, norm: Norm) -> tuple[Tensor | None, Tensor, Tensor]:
-    """(sum, q, scale); the sum is None without `inputs.fused`. Inputs are contiguous, but for the rows of an addend.
+    """(sum, q, scales and zeros); the sum is None without `inputs.fused`. Inputs are contiguous, but for the rows of an
+    addend.
 
     Raises:
         Declined: the operands are not taken.
@@ -113,7 +121,7 @@ def normalised(inputs: Inputs, groups: int, norm: Norm) -> tuple[Tensor | None, 
 
     x, shift = (a, inputs.addend) if total is None else (total, None)
     q = torch.empty(x.shape, dtype=torch.int8, device=a.device)
-    scale = torch.empty((images,), dtype=torch.float32, device=a.device)
+    scale = torch.empty((2, images), dtype=torch.float32, device=a.device)
     per_block = portable.pixels_of_block(pixels, images, groups, tile, resident, a, pixels)
     sizes = (pixels, per_block, channels, groups, tile.groups, tile.lanes)
     ends = (0 if shift is None else shift.stride(0), per_part, parts, int(norm.silu), float(norm.eps))

@@ -26,6 +26,8 @@ from sfast_ext.kernels.linear import mma_gemm
 from sfast_ext.kernels.linear.mma_gemm import PLAIN, RESIDUAL
 from sfast_ext.kernels.linear.mma_tiles import Tile
 
+MAX_DEPTH = (2**31 - 1) // (127 * (128 + 127))
+"""Terms of a sum of which int32 holds the difference from the sum of zeros: 66311."""
 _MAX_ELEMENTS = 2**31  # elements of an operand or result
 
 
@@ -45,7 +47,7 @@ def accepts(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, residual: Tensor | None,
     stride: int, dtype: torch.dtype,
 ) -> str | None:  # fmt: skip
-    """Why `conv2d` does not take x (N, C, H, W), x_scale (N), weight (K, 9 C), weight_scale (K), bias (K) and
+    """Why `conv2d` does not take x (N, C, H, W), x_scale (2, N), weight (K, 9 C), weight_scale (2, K), bias (K) and
     residual, of the result's shape; None if it does: x, channels last, and weight in int8, scales in float32, the rest
     in `dtype`, which is float16 or bfloat16; C a multiple of 64, K of 8; stride 1 or 2."""
     if INTERPRETED or not SOURCE.supported(device_of(x)):
@@ -68,10 +70,10 @@ def _accepts_sizes(
     if x.dim() != 4 or weight.dim() != 2 or weight.shape[1] != 9 * x.shape[1] or stride not in (1, 2):
         return "other shapes, or another stride"
     columns, depth = weight.shape
-    if not x.numel() or not columns or columns % 8 or x.shape[1] % DEPTH or depth > mma_gemm8.MAX_DEPTH:
+    if not x.numel() or not columns or columns % 8 or x.shape[1] % DEPTH or depth > MAX_DEPTH:
         return f"output channels that are no multiple of 8, or channels that are no multiple of {DEPTH}, or too many"
     result = size_of(x, columns, stride)
-    if x_scale.shape != x.shape[:1] or weight_scale.shape != (columns,):
+    if x_scale.shape != (2, x.shape[0]) or weight_scale.shape != (2, columns):
         return "scales of other shapes"
     if (bias is not None and bias.shape != (columns,)) or (residual is not None and residual.shape != result):
         return "a bias or a residual of another shape"
@@ -121,9 +123,14 @@ def constants(chosen: Tile, dtype: torch.dtype, residual: bool = False) -> dict[
     return {"TYPE": cuda_tier.TYPES[dtype], **mma_gemm.of_tile(chosen), "EPILOGUE": kind}
 
 
+def shared_bytes(tile: Tile) -> int:
+    """Dynamic shared memory of a block: as of `mma8_tiles`, the zeros of its rows, and the sums of its columns."""
+    return mma8_tiles.shared_bytes(tile, pairs=False) + 4 * tile.rows + 4 * tile.width
+
+
 def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
     tile = mma_gemm.tile_of(constants)
-    return [*args[:7], *map(ctypes.c_int, args[7:])], tile.threads, mma8_tiles.shared_bytes(tile, pairs=False)
+    return [*args[:7], *map(ctypes.c_int, args[7:])], tile.threads, shared_bytes(tile)
 
 
 _NAMES = ("out", "x", "x_scale", "weight", "weight_scale", "bias", "residual")

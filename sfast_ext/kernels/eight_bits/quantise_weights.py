@@ -71,6 +71,8 @@ def in_place(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors,
         changed = now != digest
         q, new_scale = quantise_rows.reference(weight, group)
         row.copy_(torch.where(changed[:, None], q, row))
+        if scale.dim() == 2:
+            new_scale = torch.stack([new_scale, q.sum(-1, dtype=torch.float32)])
         scale.copy_(torch.where(changed, new_scale, scale))
         digest.copy_(now)
     return list(rows)
@@ -128,6 +130,7 @@ class _Table(ctypes.Structure):
         ("columns", ctypes.c_uint16 * _ENTRIES),
         ("groups", ctypes.c_uint16 * _ENTRIES),
         ("aligned", ctypes.c_uint32 * cdiv(_ENTRIES, 32)),
+        ("summed", ctypes.c_uint32 * cdiv(_ENTRIES, 32)),
     ]
 
 
@@ -157,6 +160,7 @@ def _prepared(_: Any, entries: Sequence[_Entry], **constants: int) -> tuple[list
         table.first[i + 1] = first
         table.strides[i], table.columns[i], table.groups[i] = weight.stride(0), columns, entry.group
         table.aligned[i // 32] |= _aligned(entry) << i % 32
+        table.summed[i // 32] |= (entry.scale.dim() == 2) << i % 32
     return [AddressTable(table, places), ctypes.c_int(first)], 32 * constants["WARPS"], 0
 
 
@@ -191,7 +195,8 @@ def _accepts_entry(entry: _Entry) -> str | None:
         return "a weight whose rows are too long, or lie apart"
     if group not in quantise_rows.GROUPS or (group and columns % group):
         return "columns that are not divided into groups of 64, 128 or 256"
-    bank = (row, (count, columns), torch.int8), (scale, (count,), torch.float32), (digest, (count,), torch.int64)
+    scales = (2, count) if entry.weight.dim() == 4 else (count,)
+    bank = (row, (count, columns), torch.int8), (scale, scales, torch.float32), (digest, (count,), torch.int64)
     if any(x.shape != shape or x.dtype != dtype or not x.is_contiguous() for x, shape, dtype in bank):
         return "a bank of another shape, dtype or layout"
     return None
@@ -215,7 +220,8 @@ def launch(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, g
     are written. The rest is left as it is. A new bank has digests of zeros.
 
     weights[i] (N, K) in float16 or bfloat16, rows up to 65,535 columns, which may be further apart than they are long,
-    or a convolution's (N, C, H, W), channels last, with K = H W C in this order;
+    or a convolution's (N, C, H, W), channels last, with K = H W C in this order, whose scales[i] (2, N) get the sums of
+    the codes of each row too;
     rows[i] (N, K) int8, scales[i] (N,) float32 and digests[i] (N,) int64, contiguous; groups[i] 0, 64, 128 or 256, of
     which K is a multiple.
     """

@@ -35,9 +35,20 @@ def norm(x, groups, weight, bias, eps=1e-5, shift=None, silu=False):
     return group_norm.reference(wide[0], groups, wide[1], wide[2], eps, wide[3], silu)
 
 
-def same(q: Tensor, scale: Tensor, values: Tensor) -> None:
-    assert q.is_contiguous(memory_format=torch.channels_last)
-    same_codes(q.flatten(1), scale, values.flatten(1), **NEAR)
+def same(q: Tensor, scales: Tensor, values: Tensor, silu: bool = False) -> None:
+    """Compares with the codes of images in float64; `values` are the norm's, or SiLU's of them."""
+    assert q.is_contiguous(memory_format=torch.channels_last) and scales.shape == (2, len(q))
+    scale, zero = scales
+    if not silu:
+        assert not zero.any()
+        same_codes(q.flatten(1), scale, values.flatten(1), **NEAR)
+        return
+    scale, zero, q = scale.cpu().double(), zero.cpu().double(), q.flatten(1).cpu().double()
+    wanted = (values.flatten(1).amax(1) + group_norm8.LEAST_SILU) / group_norm8.CODES
+    assert torch.allclose(scale, wanted, rtol=1e-4, atol=0)
+    assert torch.equal(zero, (group_norm8.LEAST_SILU / scale).round() - 127) and (zero >= -127).all()
+    codes = values.flatten(1) / scale[:, None] + zero[:, None]
+    assert ((q - codes).abs() <= 0.5 + 2e-2).all() and (q.amax(1) >= 126).all()
 
 
 SIZES = [((2, 64, 5, 7), 32), ((3, 320, 9, 6), 32), ((1, 40, 1, 1), 1), ((2, 96, 16, 16), 3), ((1, 960, 3, 11), 32),
@@ -55,9 +66,7 @@ def test_sizes(device, dtype, size, groups, silu, shifted):
     shift = randn(*size[:2], dtype=dtype, device=device) if shifted else None
     q, scale = group_norm8.launch(x, groups, weight, bias, 1e-5, shift, silu)
     target = norm(x, groups, weight, bias, 1e-5, shift, silu)
-    if silu and target.max() < group_norm8.LEAST_SILU:
-        pytest.skip("the scale is that of SiLU's minimum")
-    same(q, scale, target)
+    same(q, scale, target, silu)
 
 
 @pytest.mark.parametrize("has_weight", [False, True])
@@ -85,7 +94,7 @@ def test_the_largest_value_is_found_wherever_it_is(device):
         channel, pixel = place % 48, place % 35
         x[1, channel, pixel // 7, pixel % 7] += 40 if place % 2 else -40
         for silu in (False, True):
-            same(*group_norm8.launch(x, 6, weight, None, 1e-5, None, silu), norm(x, 6, weight, None, silu=silu))
+            same(*group_norm8.launch(x, 6, weight, None, 1e-5, None, silu), norm(x, 6, weight, None, silu=silu), silu)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -94,31 +103,41 @@ def test_an_image_with_a_value_that_is_not_finite(device, value, silu):
     x = image(4, 64, 5, 3, device=device)
     x[1, 7, 2, 1], x[3, 63, 4, 2] = value, value
     q, scale = group_norm8.launch(x, 8, None, None, 1e-5, None, silu)
-    assert scale.isnan().tolist() == [False, True, False, True] and not q[[1, 3]].any()
-    same(q[[0, 2]].contiguous(memory_format=torch.channels_last), scale[::2], norm(x[::2], 8, None, None, silu=silu))
+    assert scale[0].isnan().tolist() == [False, True, False, True] and not q[[1, 3]].any()
+    fine = q[[0, 2]].contiguous(memory_format=torch.channels_last)
+    same(fine, scale[:, ::2], norm(x[::2], 8, None, None, silu=silu), silu)
     for weight, bias in ((value, 0.0), (1.0, value)):
         vectors = [torch.full((64,), each, dtype=torch.float16, device=device) for each in (1.0, 0.0)]
         vectors[0][9], vectors[1][9] = weight, bias
-        assert group_norm8.launch(image(2, 64, 5, 3, device=device), 8, *vectors, 1e-5, None, silu)[1].isnan().all()
+        assert group_norm8.launch(image(2, 64, 5, 3, device=device), 8, *vectors, 1e-5, None, silu)[1][0].isnan().all()
 
 
 def test_silu_of_negative_values_alone(device):
-    """Its minimum counts, which is not far from what such values have at most."""
+    """Codes stand for what is between its minimum and 0."""
     x, bias = image(2, 32, 6, 6, device=device), torch.full((32,), -9.0, dtype=torch.float16, device=device)
-    q, scale = group_norm8.launch(x, 4, None, bias, 1e-5, None, True)
+    q, (scale, zero) = group_norm8.launch(x, 4, None, bias, 1e-5, None, True)
     target = norm(x, 4, None, bias, silu=True)
-    assert torch.allclose(scale.cpu(), torch.full((2,), group_norm8.LEAST_SILU / 127), rtol=1e-6)
-    error = (q.cpu() * scale.cpu()[:, None, None, None] - target).abs()
+    assert torch.allclose(scale.cpu(), torch.full((2,), 2 * group_norm8.LEAST_SILU / group_norm8.CODES), rtol=1e-6)
+    assert (zero == 0).all()
+    error = (q.cpu().double() * scale.cpu()[:, None, None, None] - target).abs()
     assert target.abs().max() <= group_norm8.LEAST_SILU and error.max() <= 0.51 * scale.max()
     wanted = group_norm8.reference(x, 4, None, bias, 1e-5, None, True)
-    assert torch.allclose(wanted[1], scale) and (q != wanted[0]).float().mean() < 0.01
+    assert torch.allclose(wanted[1][0], scale) and (q != wanted[0]).float().mean() < 0.01
+
+
+def test_silu_of_positive_values_alone(device):
+    x, bias = image(2, 32, 6, 6, device=device), torch.full((32,), 9.0, dtype=torch.float16, device=device)
+    q, (scale, zero) = group_norm8.launch(x, 4, None, bias, 1e-5, None, True)
+    target = norm(x, 4, None, bias, silu=True)
+    assert (zero == -127).all() and torch.allclose(scale.cpu().double(), target.flatten(1).amax(1) / 253, rtol=1e-4)
+    assert ((q.cpu().double() + 127) * scale.cpu()[:, None, None, None] - target).abs().max() <= 0.51 * scale.max()
 
 
 def test_zeros(device):
     x = torch.zeros(2, 32, 4, 4, dtype=torch.float16, device=device)
     for silu in (False, True):
         q, scale = group_norm8.launch(x, 4, None, None, 1e-5, None, silu)
-        assert (scale == 1).all() and not q.any()
+        assert (scale[0] == 1).all() and not scale[1].any() and not q.any()
 
 
 def test_it_is_the_norm_before_it_is_rounded(device):
@@ -127,9 +146,11 @@ def test_it_is_the_norm_before_it_is_rounded(device):
         q, scale = group_norm8.launch(x, 32, None, None, 1e-5, None, silu)
         wanted = group_norm8.reference(x, 32, None, None, 1e-5, None, silu)
         torch.testing.assert_close(scale, wanted[1], rtol=2e-5, atol=0)
+        codes = group_norm8.CODES if silu else 127
         assert (q != wanted[0]).float().mean() < 0.01
         rounded = group_norm.reference(x, 32, None, None, 1e-5, None, silu)
-        assert not torch.equal(rounded.float().abs().flatten(1).amax(1) / 127, scale)
+        below = group_norm8.LEAST_SILU if silu else 0.0
+        assert not torch.equal((rounded.float().abs().flatten(1).amax(1) + below) / codes, scale[0])
 
 
 @half_dtype
@@ -145,7 +166,7 @@ def test_of_a_sum(device, dtype, with_bias, with_residual, scale):
     total, q, q_scale = add_group_norm8.launch(x, conv_bias, residual, scale, 8, weight, bias, 1e-5, True)
     wanted = bias_add.reference(x, conv_bias, residual, scale)
     assert (total - wanted).abs().max() <= 2 * torch.finfo(dtype).eps * wanted.abs().max()
-    same(q, q_scale, norm(total, 8, weight, bias, silu=True))
+    same(q, q_scale, norm(total, 8, weight, bias, silu=True), True)
 
 
 @half_dtype
@@ -160,7 +181,7 @@ def test_of_a_concatenation(device, dtype, first, second, with_sum):
     joined, q, scale = cat_group_norm8.launch(a, *added, b, 8, weight, bias, 1e-5, True)
     wanted = torch.cat([bias_add.reference(a, *added), b], 1)
     assert (joined - wanted).abs().max() <= 2 * torch.finfo(dtype).eps * wanted.abs().max()
-    same(q, scale, norm(joined, 8, weight, bias, silu=True))
+    same(q, scale, norm(joined, 8, weight, bias, silu=True), True)
 
 
 def test_what_it_does_not_take(monkeypatch):
@@ -195,5 +216,5 @@ def test_sizes_of_models(channels, size):
     device = torch.device("cuda")
     x = image(2, channels, size, size, device=device)
     weight, bias = (randn(channels, dtype=torch.float16, device=device) for _ in range(2))
-    same(*group_norm8.launch(x, 32, weight, bias, 1e-5, None, True), norm(x, 32, weight, bias, silu=True))
+    same(*group_norm8.launch(x, 32, weight, bias, 1e-5, None, True), norm(x, 32, weight, bias, silu=True), True)
     assert F.silu(torch.tensor(-1.2784645)).abs() <= group_norm8.LEAST_SILU
