@@ -166,6 +166,16 @@ def onto_a_residual_by_half(m: Wrapped, x: Tensor) -> Any:
     return ((x + m.conv(F.silu(m.norm(x)))) * 0.5).sin()
 
 
+def onto_a_norm_twice(m: Wrapped, x: Tensor) -> Any:
+    y = m.bare(F.silu(m.norm(x)))
+    return F.silu(m.other(y + y)).sin()
+
+
+def a_concatenation_of_one(m: Wrapped, x: Tensor) -> Any:
+    y = m.conv(F.silu(m.norm(x)))
+    return F.group_norm(torch.cat([y, y], 1), 8).sin()
+
+
 def two_sums(m: Wrapped, x: Tensor) -> Any:
     y = m.conv(F.silu(m.norm(x)))
     return (x + y).sin(), (x * y).cos()
@@ -202,6 +212,8 @@ def as_the_second_of_a_concatenation(m: Wrapped, x: Tensor) -> Any:
         (of_a_sum_of_a_convolution, "add_group_norm8"),
         (onto_a_residual, "group_norm8"),
         (onto_a_residual_by_half, "group_norm8"),
+        (onto_a_norm_twice, "group_norm8"),
+        (a_concatenation_of_one, "group_norm8"),
         (two_sums, "group_norm8"),
         (a_convolution_twice, "group_norm8"),
         (onto_a_norm, "group_norm8"),
@@ -317,8 +329,9 @@ def test_full_precision_is_left_alone() -> None:
 
 
 def test_nothing_without_the_setting_without_kernels_or_for_rare_calls() -> None:
+    known = count(plain)[0].ctx.eight_bits  # by another plan
     for change in ({"eight_bits": None}, {"triton": False}, {"most_bytes": 1 << 40}):
-        on = traced(Wrapped(plain), IMAGE)
+        on = traced(Wrapped(plain), IMAGE, selection=known)
         for name, value in change.items():
             setattr(on.ctx, name, value)
         assert rewritten(on)["conv2d8"] == 0

@@ -196,6 +196,23 @@ def test_other_operands_are_declined(device, change):
     assert mma_conv8.accepts(**{**given, name: function(given[name])}) is not None
 
 
+def test_other_sizes_are_declined(device):
+    for size, columns, stride, taken in (
+        ((2, 64, 5, 4), 16, 1, True),
+        ((2, 64, 5, 4), 16, 3, False),
+        ((2, 64, 5, 4), 16, 0, False),
+        ((2, 96, 5, 4), 16, 1, False),
+        ((2, 32, 5, 4), 16, 1, False),
+        ((2, 64, 5, 4), 12, 1, False),
+        ((0, 64, 5, 4), 16, 1, False),
+    ):
+        images = torch.zeros(size, dtype=torch.int8, device=device).contiguous(memory_format=torch.channels_last)
+        weight = torch.zeros(columns, 9 * size[1], dtype=torch.int8, device=device)
+        scales = [torch.ones(2, count, device=device) for count in (size[0], columns)]
+        told = mma_conv8.accepts(images, scales[0], weight, scales[1], None, None, stride, torch.float16)
+        assert (told is None) == taken, (size, columns, stride, told)
+
+
 @pytest.mark.parametrize("stride", [1, 2])
 def test_launch_takes_other_layouts_and_leaves_the_residual(device, stride):
     x, *scales = operands((2, 64, 6, 5), 24, device)
