@@ -101,9 +101,8 @@ __device__ __forceinline__ void store(const Sum (&sum)[HIGH][kTiles][4], void* s
   for (int n = 0; n < kOutTiles; ++n) {
     const int at = n * 8 + lane % 4 * 2;
     float value_bias[2], gate_bias[2], value_scale[2] = {}, gate_scale[2] = {};
-    int sums[2] = {};
 #if INT8 && CONV
-    sums[0] = vectors->column_sums[of_block + at], sums[1] = vectors->column_sums[of_block + at + 1];
+    const int sums[2] = {vectors->column_sums[of_block + at], vectors->column_sums[of_block + at + 1]};
 #endif
     if (INT8) {
       load_two(vectors->column_scales + of_block + at, value_scale), load_two(vectors->bias + of_block + at, value_bias);
