@@ -360,8 +360,9 @@ def test_layers_that_would_be_too_far_off_stay() -> None:
 
 
 def test_the_error_of_a_layer_is_that_of_its_convolution() -> None:
-    for stride, size in ((1, (2, 64, 12, 11)), (2, (1, 64, 33, 32)), (1, (3, 64, 40, 50))):
-        x, weight = randn(*size), randn(40, 64, 3, 3)
+    sizes = (1, (2, 64, 12, 11), 40), (2, (1, 64, 33, 32), 40), (1, (3, 64, 40, 50), 40), (1, (1, 64, 9, 9), 600)
+    for stride, size, columns in sizes:
+        x, weight = randn(*size), randn(columns, 64, 3, 3)
         rows, row_scale = quantise_rows.reference(weight.permute(0, 2, 3, 1).flatten(1))
         for silu in (False, True):
             factor = torch.ones(64)
