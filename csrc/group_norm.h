@@ -145,3 +145,25 @@ __device__ __forceinline__ Sums sums_of_warp(Sums mine) {
 __device__ __forceinline__ int quotient(int x, float reciprocal_of_y) { return (int)((x + 0.5f) * reciprocal_of_y); }
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
+// Mean and 1 / standard deviation of a group.
+struct Moments {
+  float mean, rstd;
+};
+
+// Of a group of an image, by a warp, from means and sums of squared deviations (M2) of its parts of per_part pixels, the
+// last one of the rest (Chan, Golub and LeVeque 1979). means, m2s: the group's of the first part; others are `groups` on.
+__device__ __forceinline__ Moments moments_of(const float* means, const float* m2s, int parts, int groups, int pixels,
+                                              int per_part, int width, float eps) {
+  // deviations of the parts' means from that of the first part, see value_at
+  const float centre = *means, values = (float)pixels * width;
+  Sums sums = {0.f, 0.f};
+#pragma unroll 4
+  for (int part = threadIdx.x % 32; part < parts; part += 32) {
+    const float count = (float)min(per_part, pixels - part * per_part) * width;
+    const float deviation = means[part * groups] - centre;
+    sums.add({count * deviation, m2s[part * groups] + count * deviation * deviation});
+  }
+  sums = sums_of_warp(sums);
+  return {centre + sums.sum / values, 1.f / sqrtf(sums.m2(values) / values + eps)};
+}

@@ -1,5 +1,5 @@
-// Second pass of a group norm of large channels-last images: combines the statistics of the parts of an image (Chan, Golub
-// and LeVeque 1979) and normalises; for any card.
+// Second pass of a group norm of large channels-last images: combines the statistics of the parts of an image and
+// normalises; for any card.
 //
 // A thread has PACK neighbouring channels of each `lanes`-th pixel of its block, EACH at a time.
 //
@@ -39,22 +39,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
   const float* const means = partial + (long long)blockIdx.z * parts * groups + first_group;
   const float* const m2s = means + (long long)gridDim.z * parts * groups;
-  const float values = (float)pixels * width;
   for (int group = threadIdx.x / 32; group < here; group += blockDim.x / 32) {
-    // deviations of the parts' means from that of the first part, see value_at
-    const float centre = means[group];
-    Sums sums = {0.f, 0.f};
-#pragma unroll 4
-    for (int part = in_warp; part < parts; part += 32) {
-      const float count = (float)min(per_part, pixels - part * per_part) * width;
-      const float deviation = means[part * groups + group] - centre;
-      sums.add({count * deviation, m2s[part * groups + group] + count * deviation * deviation});
-    }
-    sums = sums_of_warp(sums);
-    if (in_warp == 0) {
-      mean_of[group] = centre + sums.sum / values;
-      rstd_of[group] = 1.f / sqrtf(sums.m2(values) / values + eps);
-    }
+    const Moments of_group = moments_of(means + group, m2s + group, parts, groups, pixels, per_part, width, eps);
+    if (in_warp == 0) mean_of[group] = of_group.mean, rstd_of[group] = of_group.rstd;
   }
   __syncthreads();
   if (!active) return;

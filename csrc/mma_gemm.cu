@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   SHARED_MEMORY(Operand, shared);
   const Place own = own_place();
   Sum sum[HIGH][kTiles][4] = {};
-  const Image image = {channels, height, width, image_height, image_width, stride};
+  const Image image = {channels, height, width, image_height, image_width, stride, nullptr};
   auto nothing = [] {};
   multiply(sum, shared, own, a, b, rows, columns, depth, image, nothing, nothing);
   add_slices(sum, shared, own);

@@ -1,5 +1,5 @@
-// out (M, N) = a (M, K) b (N, K)^T with what follows it, by mma.sync, after CUTLASS's multistage GEMM: what mma_gemm.cu
-// and mma_gemm8.cu share. After mma.h.
+// out (M, N) = a (M, K) b (N, K)^T with what follows it, by mma.sync, after CUTLASS's multistage GEMM: what mma_gemm.cu,
+// mma_gemm8.cu and mma_conv8.cu share. After mma.h.
 //
 // A block has DOWN by ACROSS warps, each of which computes 16 HIGH rows and WIDTH / ACROSS columns. Each stage of
 // shared memory holds 64 bytes of each row of a and b: 32 of K in half precision, 64 in 8 bits. A fragment of an
@@ -20,6 +20,9 @@
 //   1  a residual is added, (M, N), which `out` may overwrite
 //   2  GEGLU: of 2 N columns the first N are values, the others gates (GATE_FIRST: the other way around); TANH as in
 //      gelu.h. Eight values and eight gates lie next to each other in shared memory, so that one thread has both.
+//
+// In 8 bits a code of an image stands for its distance from the image's zero, -127 to 0, which is what the image is padded
+// with: the sums of a row's nine taps are then too large by the zero times the sum of the weight's codes.
 //
 // In 8 bits the products take half the time, and what else a block does counts twice as much. So its scales and biases
 // are loaded into shared memory while the first stage comes, and the residual during the last step, to where stages
@@ -43,7 +46,7 @@ struct alignas(16) Four {
 constexpr int kSliceThreads = 32 * DOWN * ACROSS, kThreads = SLICES * kSliceThreads;
 constexpr int kBytes = sizeof(Operand), kChunk = 16 / kBytes, kChunks = 4, kDepth = kChunks * kChunk;
 constexpr int kWarpRows = 16 * HIGH, kRows = kWarpRows * DOWN, kColumns = WIDTH / ACROSS;
-constexpr bool kResidual = EPILOGUE == 1, kGeglu = EPILOGUE == 2;
+constexpr bool kResidual = EPILOGUE == 1, kGeglu = EPILOGUE == 2, kZeros = INT8 && CONV;
 constexpr int kTiles = kColumns / 8, kLoads = kSliceThreads / kChunks;  // rows that a slice's threads load at once
 constexpr int kOutTiles = kGeglu ? kTiles / 2 : kTiles, kOutColumns = kOutTiles * 8, kOutPitch = kOutColumns + 8;
 constexpr int kStep = kGeglu ? 2 : 1, kValues = kGeglu && GATE_FIRST, kGates = kGeglu && !GATE_FIRST;  // tiles of 8
@@ -63,8 +66,10 @@ constexpr int kResultAt = kEarly ? kBehind : 0, kVectorsAt = most(most(kRing, kG
 constexpr int kVectors = kOutColumns * ACROSS;  // columns of the block's result
 
 // An image, and the sizes of a convolution's result: the image has `stride` times as many rows and columns (rounded up).
+// In 8 bits zeros has one of each image.
 struct Image {
   int channels, result_height, result_width, height, width, stride;
+  const float* zeros;
 };
 
 // Where a thread is in its block, and what its warp computes.
@@ -85,6 +90,14 @@ __device__ __forceinline__ Place own_place() {
 // Where 16 bytes of a row are in shared memory, in operands from the row's beginning.
 __device__ __forceinline__ int place(int row, int chunk) { return (chunk ^ row / 2 % kChunks) * kChunk; }
 
+// 16 bytes of equal words.
+__device__ __forceinline__ Eight alike(unsigned word) {
+  Eight all;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) all.pairs[i] = word;
+  return all;
+}
+
 template <bool Value>
 struct Flag {
   static constexpr bool value = Value;
@@ -101,7 +114,8 @@ __device__ __forceinline__ void multiply(Sum (&sum)[HIGH][kTiles][4], Operand* s
   const int in_depth = own.slice * kDepth + chunk * kChunk;
   constexpr int kOfA = kRows / kLoads, kOfB = (WIDTH + kLoads - 1) / kLoads;
   unsigned from_a[kOfA];               // bytes from the beginning of a, of a convolution's middle tap
-  unsigned taps[(kOfA + 2) / 3] = {};  // CONV: which of the nine are inside, of three rows each
+  // CONV: which of the nine are inside, of two rows each, and behind them, with kZeros, 7 bits of each row's zero
+  unsigned taps[(kOfA + 1) / 2] = {};
 #pragma unroll
   for (int i = 0; i < kOfA; ++i) {
     // rows and columns behind the last one are loaded from it, and not stored
@@ -115,7 +129,8 @@ __device__ __forceinline__ void multiply(Sum (&sum)[HIGH][kTiles][4], Operand* s
       for (int t = 0; t < 3; ++t) of_row |= (unsigned)((unsigned)(x + t - 1) < (unsigned)image.width) << t;
 #pragma unroll
       for (int t = 0; t < 3; ++t) all |= (unsigned)(y + t - 1) < (unsigned)image.height ? of_row << 3 * t : 0;
-      taps[i / 3] |= all << 9 * (i % 3);
+      if (kZeros) taps[i / 2] |= (unsigned)((int)image.zeros[number] + 127) << (18 + 7 * (i % 2));
+      taps[i / 2] |= all << 9 * (i % 2);
     } else {
       from_a[i] = (at * depth + in_depth) * kBytes;
     }
@@ -136,11 +151,24 @@ __device__ __forceinline__ void multiply(Sum (&sum)[HIGH][kTiles][4], Operand* s
   Eight held[kOfA + kOfB];
 #endif
   auto copy = [&](Operand* to, const char* from, bool valid, int number) {
+    auto padding = [&] {
+      const unsigned zero = (taps[number / 2] >> (18 + 7 * (number % 2)) & 127u) - 127u;
+      return (zero & 0xffu) * 0x01010101u;
+    };
 #if TURING
     held[number] = Eight();
     if (valid) held[number] = *reinterpret_cast<const Eight*>(from);
+    if (kZeros && !valid) held[number] = alike(padding());
 #else
-    copy_async(to, from, valid);
+    if (!kZeros || valid) {
+      copy_async(to, from, valid);
+    } else {
+      // by words: 16 bytes would take four registers
+      const unsigned word = padding();
+      volatile unsigned* const words = reinterpret_cast<volatile unsigned*>(to);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[j] = word;
+    }
 #endif
   };
   // where this slice is in a stage, and there, what this thread loads
@@ -149,7 +177,7 @@ __device__ __forceinline__ void multiply(Sum (&sum)[HIGH][kTiles][4], Operand* s
     Operand* const to = shared + stage * kStage + own_row;
 #pragma unroll
     for (int i = 0; i < kOfA; ++i)
-      copy(to + i * kLoads * kDepth, next_a + from_a[i], CONV ? taps[i / 3] >> tap >> 9 * (i % 3) & 1 : true, i);
+      copy(to + i * kLoads * kDepth, next_a + from_a[i], CONV ? taps[i / 2] >> tap >> 9 * (i % 2) & 1 : true, i);
 #pragma unroll
     for (int i = 0; i < kOfB; ++i) {
       if ((i + 1) * kLoads > WIDTH && i * kLoads + row >= WIDTH) break;
@@ -300,122 +328,4 @@ __device__ __forceinline__ void add_slices(Sum (&sum)[HIGH][kTiles][4], void* sh
   __syncthreads();
 }
 
-// In shared memory: of each of the block's rows a factor, of its columns, values first, a factor and a bias.
-struct Vectors {
-  float row_scales[kRows], column_scales[WIDTH], bias[WIDTH];
-
-  // The column of the result at one of its places, and how far that of the product is from it.
-  static __device__ __forceinline__ int offset(int at, int columns) {
-    return kGeglu && (at >= kVectors) != GATE_FIRST ? columns : 0;
-  }
-
-  // Loads them, by all threads of the block; what is behind the last row or column is not used.
-  __device__ __forceinline__ void load(const Place& own, const float* __restrict__ of_rows,
-                                       const float* __restrict__ of_columns, const Element* __restrict__ of_bias,
-                                       int rows, int columns) {
-#pragma unroll
-    for (int first = 0; first < kRows; first += kThreads) {
-      const int i = first + threadIdx.x;
-      if (kRows % kThreads == 0 || i < kRows) row_scales[i] = of_rows[min(own.first_row + i, rows - 1)];
-    }
-#pragma unroll
-    for (int first = 0; first < WIDTH; first += kThreads) {
-      const int i = first + threadIdx.x, of_part = i < kVectors ? i : i - kVectors;
-      const int at = min(own.first_column + of_part, columns - 1) + offset(i, columns);
-      if (i < WIDTH) column_scales[i] = of_columns[at];
-      if (i < WIDTH) bias[i] = of_bias ? to_float<TYPE>(of_bias[at]) : 0.f;
-    }
-  }
-};
-
-// Two neighbours of a bias, or zeros.
-__device__ __forceinline__ void load_bias(const Element* bias, int column, bool valid, float (&to)[2]) {
-  to[0] = to[1] = 0.f;
-  if (bias && valid) to_floats<TYPE>(*reinterpret_cast<const unsigned*>(bias + column), to[0], to[1]);
-}
-
-__device__ __forceinline__ void load_two(const float* from, float (&to)[2]) {
-  const Pack<kFloat32, 2> two = *reinterpret_cast<const Pack<kFloat32, 2>*>(from);
-  to[0] = two.of[0], to[1] = two.of[1];
-}
-
-// The product of a sum, with its bias.
-__device__ __forceinline__ float with_bias(Sum sum, float of_row, float of_column, float bias) {
-  return INT8 ? fmaf((float)sum * of_row, of_column, bias) : sum + bias;
-}
-
-// Where a warp's part of the result is in shared memory, through which whole rows are read and written.
-__device__ __forceinline__ Element* result_of(void* shared) {
-  return reinterpret_cast<Element*>(static_cast<char*>(shared) + kResultAt) + threadIdx.x / 32 * kOutRows * kOutPitch;
-}
-
-// Runs for each 16 bytes of a warp's part of the result, with their places in the result and in shared memory.
-template <class Run>
-__device__ __forceinline__ void each_pack(void* shared, const Place& own, int rows, int columns, Run run) {
-  constexpr int kPacks = kOutRows * kOutTiles;
-  const int column = own.first_column + own.across * kOutColumns;
-  const int top = own.first_row + own.down * kWarpRows + own.slice * kOutRows;
-  Element* const staging = result_of(shared);
-#pragma unroll 5
-  for (int i = 0; i < (kPacks + 31) / 32; ++i) {
-    const int at = i * 32 + own.lane, row = at / kOutTiles, tile = at % kOutTiles * 8;
-    if ((kPacks % 32 == 0 || at < kPacks) && top + row < rows && column + tile < columns)
-      run((top + row) * columns + column + tile, reinterpret_cast<Eight*>(staging + row * kOutPitch + tile));
-  }
-}
-
-// Stores a warp's part of the result. vectors: in 8 bits, has the bias too.
-__device__ __forceinline__ void store(const Sum (&sum)[HIGH][kTiles][4], void* shared, const Place& own, Element* out,
-                                      const Element* __restrict__ bias, const Element* residual, const Vectors* vectors,
-                                      int rows, int columns) {
-  Element* const staging = result_of(shared);
-  const int of_block = own.across * kOutColumns, column = own.first_column + of_block, lane = own.lane;
-  const int top = own.down * kWarpRows + own.slice * kOutRows + lane / 4;
-  float of_row[kOutHigh][2] = {};
-#pragma unroll
-  for (int t = 0; t < kOutHigh; ++t)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (INT8) of_row[t][half] = vectors->row_scales[top + t * 16 + half * 8];
-  if (kResidual && !kEarly) {
-    auto copy = [&](int at, Eight* staged) { *staged = *reinterpret_cast<const Eight*>(residual + at); };
-    each_pack(shared, own, rows, columns, copy);
-    warp_sync();
-  }
-#pragma unroll
-  for (int n = 0; n < kOutTiles; ++n) {
-    const int at = n * 8 + lane % 4 * 2;
-    float value_bias[2], gate_bias[2], value_scale[2] = {}, gate_scale[2] = {};
-    if (INT8) {
-      load_two(vectors->column_scales + of_block + at, value_scale), load_two(vectors->bias + of_block + at, value_bias);
-      const int gate = kVectors + of_block + at;
-      if (kGeglu) load_two(vectors->column_scales + gate, gate_scale), load_two(vectors->bias + gate, gate_bias);
-    } else {
-      const bool valid = column + at < columns;
-      load_bias(bias, column + at + Vectors::offset(0, columns), valid, value_bias);
-      if (kGeglu) load_bias(bias, column + at + Vectors::offset(kVectors, columns), valid, gate_bias);
-    }
-#pragma unroll
-    for (int t = 0; t < kOutHigh; ++t)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        unsigned* const staged = reinterpret_cast<unsigned*>(staging + (t * 16 + half * 8 + lane / 4) * kOutPitch + at);
-        float y[2], more[2] = {0.f, 0.f};
-        if (kResidual) to_floats<TYPE>(*staged, more[0], more[1]);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int of = 2 * half + i;
-          const float factor = of_row[t][half];
-          const float value = with_bias(sum[t][kValues + kStep * n][of], factor, value_scale[i], value_bias[i]);
-          if (kGeglu)
-            y[i] = value * gelu(with_bias(sum[t][kGates + kStep * n][of], factor, gate_scale[i], gate_bias[i]));
-          else
-            y[i] = value + more[i];
-        }
-        *staged = pair_of<TYPE>(y[0], y[1]);
-      }
-  }
-  warp_sync();
-  auto copy = [&](int at, const Eight* staged) { *reinterpret_cast<Eight*>(out + at) = *staged; };
-  each_pack(shared, own, rows, columns, copy);
-}
+#include "mma_epilogue.h"

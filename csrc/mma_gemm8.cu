@@ -1,8 +1,7 @@
 // Linear layers in 8 bits by mma.sync, with what follows them in the epilogue, for tensor cores from compute capability
 // 7.5 on: out (M, N) = row_scales (M) column_scales (N) (a (M, K) b (N, K)^T) + bias, of int8 with one factor a row of a
 // and one a row of b. Sums are in int32, which those of 133144 products of -127 to 127 do not overflow; the rest is in
-// float32, rounded once. Compile-time parameters: mma_gemm.h. A 3x3 convolution needs a factor that a row's nine taps
-// share.
+// float32, rounded once. Compile-time parameters: mma_gemm.h.
 
 #define INT8 1
 #define CONV 0

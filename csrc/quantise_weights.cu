@@ -30,7 +30,9 @@ struct Table {
   Word weights[ENTRIES], rows[ENTRIES], scales[ENTRIES], digests[ENTRIES];
   int first[ENTRIES + 1], strides[ENTRIES];
   unsigned short columns[ENTRIES], groups[ENTRIES];
-  int aligned[(ENTRIES + 31) / 32];  // a bit for each weight: rows are read and written by whole accesses
+  // a bit for each weight: rows are read and written by whole accesses; the sums of the codes of its rows, in float32,
+  // are stored behind all of its scales
+  int aligned[(ENTRIES + 31) / 32], summed[(ENTRIES + 31) / 32];
 };
 
 struct Row {
@@ -94,8 +96,8 @@ __device__ __forceinline__ void values_of(const Row& row, int group, int column,
   if (group) rotate(values, group);
 }
 
-// Writes the codes of a row, and its scale; all lanes of a warp come here.
-__device__ __noinline__ void quantise(Row row, int group, int lane, float* scale) {
+// Writes the codes of a row, its scale and, unless null, their sum, which float32 holds; all lanes of a warp come here.
+__device__ __noinline__ void quantise(Row row, int group, int lane, float* scale, float* sum_of_codes) {
   float values[8];
   unsigned largest = 0;
   for (int start = 0; start < row.columns; start += 256) {
@@ -103,10 +105,15 @@ __device__ __noinline__ void quantise(Row row, int group, int lane, float* scale
     largest = largest_of(largest, values);
   }
   const RowScale found = row_scale(largest_of_lanes<32>(largest), unit_of(group));
+  float sum = 0.f;
   for (int start = 0; start < row.columns; start += 256) {
     const int column = start + 8 * lane;
     values_of(row, group, column, values);
     if (column >= row.columns) continue;
+    if (sum_of_codes) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum += (signed char)(code_of(values[i], found.inverse) & found.mask);
+    }
     if (row.aligned) {
       store_codes(row.out + column, values, found);
     } else {
@@ -116,6 +123,9 @@ __device__ __noinline__ void quantise(Row row, int group, int lane, float* scale
     }
   }
   if (lane == 0) *scale = found.scale;
+  if (!sum_of_codes) return;
+  sum = sum_of_lanes<32>(sum);
+  if (lane == 0) *sum_of_codes = sum;
 }
 
 // rows: of all weights of the table.
@@ -145,7 +155,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     if (lane == 0) *digest = 0;
     __threadfence();
     __syncwarp();
-    quantise(row, group, lane, reinterpret_cast<float*>(table.scales[entry]) + index);
+    float* const scale = reinterpret_cast<float*>(table.scales[entry]) + index;
+    const bool summed = table.summed[entry / 32] >> (entry % 32) & 1;
+    quantise(row, group, lane, scale, summed ? scale + (table.first[entry + 1] - table.first[entry]) : nullptr);
     __threadfence();
     __syncwarp();
     if (lane == 0) *digest = now;

@@ -49,7 +49,7 @@ class Config:
     faster_sums: bool = False
     """On GeForce, add up products in half precision if that is faster. The image may differ in details."""
     eight_bits: bool = False
-    """Compute the linear layers of transformer blocks with 8-bit integers, those excepted whose error is large. The
+    """Compute linear layers and 3x3 convolutions with 8-bit integers, those excepted whose error is large. The
     image differs in details."""
     check: str = "first"
     """When a plan is compared with the original forward: "first" use, "always", "never"."""

@@ -10,11 +10,16 @@ import torch
 
 from sfast_ext.kernels.backend.registry import Kernel
 from sfast_ext.kernels.eight_bits import quantise_weights
+from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
-from sfast_ext.kernels.pointwise import add_layer_norm, geglu, layer_norm
+from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm
 from sfast_ext.passes.eight_bits import KERNELS
+from sfast_ext.passes.eight_bits_conv_match import CONV_KERNELS
 
-AROUND = (add_layer_norm.launch, layer_norm.launch, geglu.launch, linear_geglu.launch, linear_accumulate.launch)
+AROUND = (
+    add_layer_norm.launch, layer_norm.launch, geglu.launch, linear_geglu.launch, linear_accumulate.launch,
+    group_norm.launch, add_group_norm.launch, cat_group_norm.launch, bias_add.launch,
+)  # fmt: skip
 
 
 def available(patch: pytest.MonkeyPatch, *, by_triton: bool = False) -> None:
@@ -26,7 +31,7 @@ def available(patch: pytest.MonkeyPatch, *, by_triton: bool = False) -> None:
     supported = Kernel.supported
 
     def there(kernel: Kernel[..., Any], device: torch.device, *, triton: bool) -> bool:
-        if kernel in (*KERNELS, *AROUND):
+        if kernel in (*KERNELS, *CONV_KERNELS, *AROUND):
             return kernel.enabled(device) and (triton or not by_triton)
         return supported(kernel, device, triton=triton)
 

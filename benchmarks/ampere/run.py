@@ -1,9 +1,10 @@
 """Times `mma_gemm` next to every kernel for Ampere that cuBLASLt and cuDNN have for the same product or convolution,
-`mma_gemm8` next to `mma_gemm`, and `mma_attention` next to PyTorch's attentions.
+`mma_gemm8` and `mma_conv8` next to `mma_gemm`, and `mma_attention` next to PyTorch's attentions.
 
     python -m benchmarks.ampere --json benchmarks/results/ampere-h200.json
     python -m benchmarks.ampere --page benchmarks/results/ampere-h200.json    # writes the tables of docs/kernels.md
     python -m benchmarks.ampere --only int8 --json benchmarks/results/ampere-int8-h200.json
+    python -m benchmarks.ampere --only int8-convolution --json benchmarks/results/ampere-int8-convolution-h200.json
 
 On Hopper both libraries choose kernels with Hopper's instructions, which no GeForce has. Their kernels for Ampere run
 there too: algorithms are launched under the profiler, which tells the kernel's name, and those for Ampere are timed.
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import marks
-from benchmarks.ampere import attention, cublaslt, eight_bits
+from benchmarks.ampere import attention, convolutions8, cublaslt, eight_bits
 from benchmarks.ampere.cudnn_plans import Convolution
 from benchmarks.ampere.turns import SLEEP, Call, in_turns
 from benchmarks.kernels.cases import GATED_LINEARS, LINEARS
@@ -45,6 +46,8 @@ CONVOLUTIONS = ((320, 64, 320), (640, 32, 640), (1280, 16, 1280), (2560, 16, 128
 _HOPPER = re.compile(r"sm90|sm_90|nvjet|gmma", re.I)
 _AMPERE = re.compile(r"ampere|sm8\d|_80_|16816|cutlass", re.I)
 _FINALISTS = 3
+_OTHERS = (attention, eight_bits, convolutions8)
+"""Parts that have a table each."""
 
 
 def is_for_ampere(name: str) -> bool:
@@ -191,11 +194,11 @@ def write(found: dict[str, Any], page: Path = PAGE) -> None:
         ValueError: the page lacks them.
     """
     head = f"{found['gpu']}, torch {found['torch']}, CUDA {found['cuda']}, cuDNN {found['cudnn']}, {found['commit']}."
-    of_products = [row for row in found["rows"] if row["what"] not in (attention.WHAT, eight_bits.WHAT)]
+    of_products = [row for row in found["rows"] if row["what"] not in {each.WHAT for each in _OTHERS}]
     text = page.read_text(encoding="utf-8")
     if of_products:
         text = marks.replaced(text, BEGIN, END, "\n".join([head, "", *products_table(of_products)]))
-    for each in (attention, eight_bits):
+    for each in _OTHERS:
         if of_it := [row for row in found["rows"] if row["what"] == each.WHAT]:
             text = marks.replaced(text, each.BEGIN, each.END, "\n".join([head, "", *each.table(of_it)]))
     page.write_text(text, encoding="utf-8")
@@ -204,7 +207,7 @@ def write(found: dict[str, Any], page: Path = PAGE) -> None:
 def main(given: list[str] | None = None) -> int:
     """Measure and write JSON, or write the table from such a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = "linear", "convolution", attention.WHAT, eight_bits.WHAT
+    parts = "linear", "convolution", *(each.WHAT for each in _OTHERS)
     parser.add_argument("--only", choices=parts, help="a part of it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the rows go, after each of them")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the tables of docs/kernels.md from this")
@@ -223,6 +226,7 @@ def main(given: list[str] | None = None) -> int:
         attention.WHAT: [functools.partial(attention.row, *shape) for shape in attention.SHAPES],
         eight_bits.WHAT: [functools.partial(eight_bits.row, *shape, geglu=False) for shape in LINEARS]
         + [functools.partial(eight_bits.row, *shape, geglu=True) for shape in GATED_LINEARS],
+        convolutions8.WHAT: [functools.partial(convolutions8.row, *shape) for shape in convolutions8.SHAPES],
     }
     found: dict[str, Any] = {**machine.describe(), "rows": []}
     with ways.passing_for((8, 0)):

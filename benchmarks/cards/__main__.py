@@ -16,7 +16,7 @@ from benchmarks.cards import least, loops, page
 from benchmarks.cards.published import CARDS
 from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.eight_bits import mma8_tiles, mma_gemm8
+from sfast_ext.kernels.eight_bits import mma8_tiles, mma_conv8, mma_gemm8
 from sfast_ext.kernels.linear import mma_gemm, mma_tiles
 
 CASES = ("sd15:512x512", "sdxl:1024x1024")
@@ -70,6 +70,8 @@ def kernels(capability: int) -> list[dict[str, Any]]:
             found.append(_loop("mma_gemm", f"{name}{', faster sums' * half_sums}", capability, given, 1.0))
     given = mma_gemm8.constants(mma8_tiles.shapes(divmod(capability, 10))[0], torch.float16)
     found.append(_loop("mma_gemm8", "linear, 8 bits", capability, given, 1.0))
+    given = mma_conv8.constants(mma8_tiles.shapes(divmod(capability, 10))[0], torch.float16)
+    found.append(_loop("mma_conv8", "3×3 convolution, 8 bits", capability, given, 1.0))
     return found
 
 

@@ -37,8 +37,8 @@ class Work(NamedTuple):
     """Its products' time with *Faster sums on GeForce*, as a part of that without."""
     bytes_in_8: int = 0
     """Bytes if its product is one of 8-bit integers, 0 if that stays in half precision: activations, weight and result,
-    and what quantises them: the activations are read in half precision and written in 8 bits, unless a layer norm
-    writes them so; the weight is read in half precision once, to know whether it changed."""
+    and what quantises them: the activations are read in half precision and written in 8 bits, unless a layer norm or a
+    group norm writes them so; the weight is read in half precision once, to know whether it changed."""
 
 
 def of_plan(case: str) -> list[Work]:
@@ -62,7 +62,7 @@ def of_node(node: fx.Node) -> Work | None:
     faster = _FASTER.get(kind, 1.0)
     if node.target is attention.launch and mma_attention.sums_in_half(args[1]):
         faster = _ATTENTION
-    bytes_in_8 = _bytes_in_8(node, moved) if kind == "linear" else 0
+    bytes_in_8 = _bytes_in_8(node, moved) if kind in ("linear", "convolution") else 0
     return Work(kind, kinds.flops(node.target, args, kwargs), sum(map(kinds.size, moved)), faster, bytes_in_8)
 
 
@@ -71,6 +71,15 @@ def _bytes_in_8(node: fx.Node, moved: list[torch.Tensor]) -> int:
     if len(operands) < 2:
         return 0
     x, weight = (n.meta["val"] for n in operands)
+    if weight.dim() == 4:
+        columns, channels = weight.shape[:2]
+        normed = "group_norm" in kinds.operation(_source(operands[0]).target)
+        if not normed or weight.shape[2:] != (3, 3) or channels % 64 or columns % 32:
+            return 0
+        if x.numel() < _MIN_ROWS * channels:
+            return 0
+        # the norm writes them in 8 bits
+        return sum(map(kinds.size, moved)) - kinds.size(x) + x.numel() + weight.numel()
     terms = x.shape[-1] if x.dim() else 1
     if weight.dim() != 2 or terms % 64 or weight.shape[1] != terms or x.numel() < _MIN_ROWS * terms:
         return 0

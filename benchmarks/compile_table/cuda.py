@@ -35,7 +35,7 @@ from sfast_ext import kernels
 from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.backend import cuda_libraries, nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
-from sfast_ext.kernels.eight_bits import MIN_CAPABILITY, mma8_tiles, mma_gemm8
+from sfast_ext.kernels.eight_bits import MIN_CAPABILITY, mma8_tiles, mma_conv8, mma_gemm8
 from sfast_ext.kernels.linear import mma_gemm, mma_tiles
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +49,7 @@ PACKAGES = {
 CASES = ("sd15:512x512", "sdxl:1024x1024")
 DTYPES = ("float16", "bfloat16", "float32")
 REGISTERS, LARGEST_REGISTER_UNIT = 65536, 256
+_IN_8_BITS = (mma_gemm8._SOURCE.name, mma_conv8.SOURCE.name)
 
 
 class Card(NamedTuple):
@@ -112,7 +113,7 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
 
 
 def in_8_bits() -> list[Launch]:
-    """All launches of `mma_gemm8`, on any of CARDS."""
+    """All launches of `mma_gemm8` and `mma_conv8`, on any of CARDS."""
     found = set()
     for card in CARDS:
         for tile in mma8_tiles.shapes(divmod(card, 10)) if divmod(card, 10) >= MIN_CAPABILITY else ():
@@ -123,6 +124,10 @@ def in_8_bits() -> list[Launch]:
                     constants = tuple(sorted(given.items()))
                     shared = mma8_tiles.shared_bytes(tile, pairs)
                     found.add(Launch(mma_gemm8._SOURCE.name, constants, tile.threads, shared, 75))
+                if not pairs:
+                    constants = tuple(sorted(mma_conv8.constants(tile, dtype, kind == mma_gemm.RESIDUAL).items()))
+                    shared = mma_conv8.shared_bytes(tile)
+                    found.add(Launch(mma_conv8.SOURCE.name, constants, tile.threads, shared, 75))
     return sorted(found)
 
 
@@ -157,7 +162,7 @@ def launched_on(launch: Launch, capability: int) -> bool:
             return False
         if mma_gemm.tile_of(given) not in mma_tiles.shapes(card, bool(given["HALF_SUMS"])):
             return False
-    if launch.name == mma_gemm8._SOURCE.name:
+    if launch.name in _IN_8_BITS:
         tile = mma_gemm.tile_of(dict(launch.constants))
         return launch.least <= capability and tile in mma8_tiles.shapes(divmod(capability, 10))
     return launch.least <= capability
@@ -300,7 +305,7 @@ def main(given: Sequence[str] | None = None) -> int:
     folder.mkdir(exist_ok=True)
     wanted, out = folder / "launches.json", folder / "out.json"
     launches_of_all = in_8_bits()
-    if args.only != mma_gemm8._SOURCE.name:
+    if args.only not in _IN_8_BITS:
         launches_of_all += collect(CASES, DTYPES)
     chosen = [launch for launch in launches_of_all if args.only in (None, launch.name)]
     wanted.write_text(json.dumps(chosen), encoding="utf-8")

@@ -19,7 +19,15 @@ from benchmarks.kernels import quantisers, transformers
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
 from sfast_ext.kernels.backend import nvrtc, size_prediction, triton_runtime
-from sfast_ext.kernels.eight_bits import add_layer_norm8, layer_norm8, quantise_rows, quantise_weights
+from sfast_ext.kernels.eight_bits import (
+    add_group_norm8,
+    add_layer_norm8,
+    cat_group_norm8,
+    group_norm8,
+    layer_norm8,
+    quantise_rows,
+    quantise_weights,
+)
 from sfast_ext.kernels.pointwise import gated_norm, gated_residual, modulated_norm, norm_rotary, swiglu
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.tools.lib import models
@@ -68,12 +76,23 @@ def of_eight_bits(dtype: torch.dtype) -> list[size_prediction.Call]:
     def shape(*size: int, kind: torch.dtype = dtype) -> size_prediction.Shape:
         return size_prediction.Shape(size, (*size[1:], 1), kind)
 
+    def image_shape(channels: int, size: int) -> size_prediction.Shape:
+        strides = channels * size * size, 1, channels * size, channels
+        return size_prediction.Shape((2, channels, size, size), strides, dtype)
+
     found: list[tuple[Any, tuple[Any, ...]]] = []
     for rows, columns, group in quantisers.ROWS:
         found += [(quantise_rows, (shape(rows, columns), each)) for each in (0, group)]
     for rows, columns in quantisers.NORM_ROWS:
         x, vector = shape(rows, columns), shape(columns)
         found += [(layer_norm8, (x, vector, vector, 1e-5)), (add_layer_norm8, (x, x, vector, vector, 1e-5))]
+    for channels, size in quantisers.NORM_IMAGES:
+        image, vector, rest = image_shape(channels, size), shape(channels), (32, shape(channels), shape(channels), 1e-5)
+        found.append((group_norm8, (image, *rest)))
+        found.append((add_group_norm8, (image, vector, image, 1.0, *rest)))
+    for below, skip, size in quantisers.JOINED:
+        rest = 32, shape(below + skip), shape(below + skip), 1e-5
+        found.append((cat_group_norm8, (image_shape(below, size), None, None, image_shape(skip, size), *rest)))
     bank = shape(640, 640, kind=torch.int8), shape(640, kind=torch.float32), shape(640, kind=torch.int64)
     found.append((quantise_weights, ([shape(640, 640)], *([each] for each in bank), [128])))
     return [size_prediction.Call(module.launch, args, {}) for module, args in found]

@@ -68,6 +68,8 @@ CONVOLUTIONS += [(2, 640, 128, 128, 320), (2, 320, 64, 64, 320), (2, 640, 32, 32
 CONVOLUTIONS += [(2, 640, 48, 48, 640), (2, 1280, 24, 24, 1280), (2, 1280, 12, 12, 1280), (2, 320, 65, 113, 320)]
 NORMED_CONVOLUTIONS = [(2, 320, 64, 64, 320), (2, 320, 128, 128, 320), (2, 640, 64, 64, 640), (2, 1280, 32, 32, 1280)]
 NORMED_CONVOLUTIONS += [(2, 640, 128, 128, 320), (2, 320, 96, 96, 320)]
+# channels, height and width, channels of the result, of SDXL's residual blocks
+RESIDUAL_CONVOLUTIONS = [(320, 128, 320), (640, 64, 640), (1280, 32, 1280), (2560, 32, 1280)]
 NARROW_CONVOLUTIONS = [(2, c, size, size, k) for size in (64, 128) for c, k in ((4, 320), (320, 4))]
 
 
@@ -413,6 +415,11 @@ def _query_attention(o: Operands) -> Iterator[Case]:
 @_of("linear8")
 def _linear8(o: Operands) -> Iterator[Case]:
     return eight_bits.linears(LINEARS, o)
+
+
+@_of("conv2d8")
+def _conv2d8(o: Operands) -> Iterator[Case]:
+    return eight_bits.convolutions(RESIDUAL_CONVOLUTIONS, o)
 
 
 @_of("geglu8")

@@ -27,6 +27,19 @@ def gated_linears(shapes: Iterable[Shape], o: Operands) -> Iterator[Case]:
         yield case("geglu8", f"{rows}x{columns}x{inner}", _torch_geglu8, tensors, {"dtype": o.dtype})
 
 
+def convolutions(shapes: Iterable[tuple[int, int, int]], o: Operands) -> Iterator[Case]:
+    """3x3 convolutions onto a residual, of channels, height and width, and channels of the result."""
+    for channels, size, columns in shapes:
+        _, x_scale, weight, weight_scale = quantised(2, columns, 9 * channels, o.device)
+        x = torch.randint(-127, 128, (2, channels, size, size), dtype=torch.int8, device=o.device)
+        x = x.contiguous(memory_format=torch.channels_last)
+        x_scale = torch.stack([x_scale, torch.tensor([-127.0, 3.0], device=o.device)])
+        weight_scale = torch.stack([weight_scale, weight.sum(-1, dtype=torch.float32)])
+        tensors = [x, x_scale, weight, weight_scale, o.randn(columns), o.image(columns, size)]
+        options = {"dtype": o.dtype}
+        yield case("conv2d8", f"2x{channels}x{size}x{size}x{columns}", _torch_conv2d8, tensors, options)
+
+
 def quantised(rows: int, columns: int, inner: int, device: str) -> list[Tensor]:
     """Activations and a weight, each followed by its scales; the product is about as large as a normal distribution."""
     sizes = (rows, inner), (columns, inner)
@@ -47,6 +60,16 @@ def _torch_geglu8(
 ) -> Tensor:
     value, gate = (_scaled(x, x_scale, weight, weight_scale) + bias).chunk(2, -1)
     return (value * F.gelu(gate)).to(dtype)
+
+
+def _torch_conv2d8(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, residual: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """PyTorch convolves no integers on a GPU: by the values that they stand for."""
+    scale, zero = x_scale[:, :, None, None, None]
+    image = ((x - zero) * scale).to(dtype)
+    taps = (weight * weight_scale[0, :, None]).to(dtype).view(len(weight), 3, 3, -1).permute(0, 3, 1, 2)
+    return F.conv2d(image, taps, bias, padding=1) + residual
 
 
 def _scaled(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:

@@ -12,11 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
+from sfast_ext.kernels.eight_bits.group_norm8 import CODES, LEAST_SILU
 
 # rows, columns, and how many are rotated together; batch 2, the last three are SDXL's
 ROWS = [(8192, 320, 64), (2048, 1280, 256), (2048, 2560, 256), (512, 5120, 256)]
 ROWS += [(8192, 640, 128), (8192, 2560, 256), (2048, 5120, 256)]
 NORM_ROWS = [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
+# channels, and height and width, of SDXL's residual blocks; channels of both parts of a concatenation
+NORM_IMAGES = [(320, 128), (640, 64), (1280, 32)]
+JOINED = [(1280, 1280, 32), (1280, 640, 64), (640, 640, 64), (640, 320, 128), (320, 320, 128)]
 # channels and number of SDXL's transformer blocks
 BLOCKS = [(640, 10), (1280, 60)]
 # rows and columns of a block's weights in channels, and whether their inputs are rotated: queries, keys and values in
@@ -122,7 +126,68 @@ def _add_layer_norm8(o: Any, case: MakeCase) -> Iterator[Any]:
         yield case("add_layer_norm8", f"{rows}x{columns}", _torch_add_layer_norm8, operands, {})
 
 
+def group_norm8(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool) -> tuple[Tensor, Tensor]:
+    """By PyTorch's operations, as `group_norm8.reference`."""
+    y = F.group_norm(x, groups, weight, bias, eps)
+    if not silu:
+        q, scale = torch_quantise_rows(y.flatten(1))
+        return q.view(x.shape), torch.stack([scale, torch.zeros_like(scale)])
+    y = F.silu(y)
+    scale = (y.flatten(1).amax(1) + LEAST_SILU) / CODES
+    zero = (LEAST_SILU / scale + 0.5).floor() - 127
+    q = (y / scale[:, None, None, None] + zero[:, None, None, None]).round().to(torch.int8)
+    return q, torch.stack([scale, zero])
+
+
+def _torch_group_norm8(
+    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, shift: Tensor, silu: bool
+) -> tuple[Tensor, Tensor]:
+    return group_norm8(x + shift[:, :, None, None], groups, weight, bias, eps, silu)
+
+
+def _torch_add_group_norm8(
+    x: Tensor, conv_bias: Tensor, residual: Tensor, scale: float, groups: int, weight: Tensor, bias: Tensor,
+    eps: float, silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    total = (x + conv_bias[:, None, None] + residual) * scale
+    return total, *group_norm8(total, groups, weight, bias, eps, silu)
+
+
+def _torch_cat_group_norm8(
+    a: Tensor, conv_bias: Tensor | None, residual: Tensor | None, b: Tensor, groups: int, weight: Tensor, bias: Tensor,
+    eps: float, silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    joined = torch.cat([a, b], 1)
+    return joined, *group_norm8(joined, groups, weight, bias, eps, silu)
+
+
+def _group_norm8(o: Any, case: MakeCase) -> Iterator[Any]:
+    for channels, size in NORM_IMAGES:
+        operands = [o.image(channels, size), 32, o.randn(channels), o.randn(channels), 1e-5]
+        options = {"shift": o.randn(2, channels), "silu": True}
+        yield case("group_norm8", f"2x{channels}x{size}x{size}", _torch_group_norm8, operands, options)
+
+
+def _add_group_norm8(o: Any, case: MakeCase) -> Iterator[Any]:
+    for channels, size in NORM_IMAGES:
+        operands = [o.image(channels, size), o.randn(channels), o.image(channels, size), 1.0, 32]
+        operands += [o.randn(channels), o.randn(channels), 1e-5]
+        shape = f"2x{channels}x{size}x{size}"
+        yield case("add_group_norm8", shape, _torch_add_group_norm8, operands, {"silu": True})
+
+
+def _cat_group_norm8(o: Any, case: MakeCase) -> Iterator[Any]:
+    for below, skip, size in JOINED:
+        operands = [o.image(below, size), None, None, o.image(skip, size), 32]
+        operands += [o.randn(below + skip), o.randn(below + skip), 1e-5]
+        shape = f"2x{below}+{skip}x{size}x{size}"
+        yield case("cat_group_norm8", shape, _torch_cat_group_norm8, operands, {"silu": True})
+
+
 CASES = {
+    "group_norm8": _group_norm8,
+    "add_group_norm8": _add_group_norm8,
+    "cat_group_norm8": _cat_group_norm8,
     "quantise_rows": _quantise_rows,
     "quantise_weights": _quantise_weights,
     "layer_norm8": _layer_norm8,

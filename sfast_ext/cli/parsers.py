@@ -71,7 +71,9 @@ def add_lossy(command: argparse.ArgumentParser) -> None:
         "--faster-sums", action="store_true", help="Stable Fast adds up in half precision on a GeForce."
     )
     command.add_argument(
-        "--eight-bits", action="store_true", help="Stable Fast computes linear layers with 8-bit integers."
+        "--eight-bits",
+        action="store_true",
+        help="Stable Fast computes linear layers and convolutions with 8-bit integers.",
     )
 
 

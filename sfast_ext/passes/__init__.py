@@ -26,6 +26,7 @@ from . import (
     conv_group_norm,
     cse,
     eight_bits,
+    eight_bits_conv,
     gated_residual,
     geglu,
     group_norm,
@@ -146,6 +147,9 @@ PASSES: list[Pass] = [
     Pass("bias_add", bias_add.bias_add, FUSION, ("narrow_conv", "group_norm", "linear_accumulate")),
     # bias_add: its sums are matched, as well as plain ones
     Pass("group_norm_inputs", group_norm_inputs.group_norm_inputs, FUSION, ("bias_add",)),
+    # eight_bits: it measures the layers
+    # group_norm_inputs: the kernels that are replaced, and whose sums a convolution's kernel adds up
+    Pass("eight_bits_conv", eight_bits_conv.eight_bits_conv, FUSION, ("eight_bits", "group_norm_inputs")),
     # group_norm_inputs: it replaces a norm that does not write the im2col matrix
     Pass("im2col", im2col.im2col, LOWERING, ("group_norm_inputs",)),
     # bias_add: only convolutions whose bias it has taken are matched

@@ -1,8 +1,8 @@
-"""Linear layers of transformer blocks as products of 8-bit integers.
+"""Linear layers of transformer blocks as products of 8-bit integers; 3x3 convolutions: eight_bits_conv.py.
 
 Layers whose input a norm, GEGLU, SwiGLU, GELU or an attention writes. Others stay in half precision: embeddings, what
-modulates norms, convolutions and what stands in for them, the keys and values of the prompt, whose first token is an
-outlier, and a transformer's last layer, which makes pixels. Which of the layers are taken is said by `Selection`.
+modulates norms, other convolutions and what stands in for them, the keys and values of the prompt, whose first token is
+an outlier, and a transformer's last layer, which makes pixels. Which of the layers are taken is said by `Selection`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -27,28 +27,21 @@ from sfast_ext.kernels.eight_bits import (
     quantise_weights,
 )
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
-from sfast_ext.kernels.pointwise import add_layer_norm, gated_norm, geglu, layer_norm, modulated_norm, swiglu
+from sfast_ext.kernels.pointwise import add_layer_norm, geglu
 from sfast_ext.reasons import Detail, Reason
 
 from . import query_attention
-from .attention import ATTENTION
-from .cleanup import PERMUTE
+from .eight_bits_conv_match import conv_candidates
+from .eight_bits_match import Candidate, layer_name, matches
 from .eight_bits_selection import LIMIT, Layer, measured
 from .rewrite import (
-    CAST,
     HALF,
-    LINEAR,
-    RESHAPE,
     argument,
     call,
     dtype,
     hoist_weights,
     is_op,
-    is_weight,
     meta_like,
-    mutated,
-    only_user,
-    overloads,
     replace,
     shape,
     top,
@@ -63,55 +56,8 @@ KERNELS = (
     quantise_rows.launch, quantise_weights.launch, linear8.launch, geglu8.launch, layer_norm8.launch,
     add_layer_norm8.launch,
 )  # fmt: skip
-MIN_ROWS = 256
-"""Of a product: with fewer it takes no longer than its weight takes to be read, which is read in half precision as
-well, to be quantised."""
-COLUMNS, DEPTH = 32, 64
-"""The rows and the columns of a weight are multiples of these. The kernels take multiples of 8 rows, or 16 with GEGLU;
-32 leaves out no layer of Stable Diffusion."""
-PIXELS = 16
-"""Times as deep as it is wide is a layer that makes pixels of tokens: its error is that of the image. The deepest of
-other layers, Flux's, is 5 times."""
 FIRST_BANKS = 24
 """Of the first launch that quantises weights: those of the first transformers of a UNet."""
-_PRODUCTS = LINEAR | {linear_geglu.launch, linear_accumulate.launch}
-_VIEWS = RESHAPE | PERMUTE | overloads("transpose.int", "contiguous")
-_PARTS = overloads("slice.Tensor", "split_with_sizes", "split.sizes")
-_CAT = overloads("cat")
-_GATED = frozenset({geglu.launch, linear_geglu.launch, swiglu.launch}) | overloads("gelu")
-
-
-class Candidate(NamedTuple):
-    """A product in half precision that may be one of 8-bit integers."""
-
-    node: fx.Node
-    """A linear, or a kernel that has one."""
-    result: fx.Node
-    """What is replaced: `node`, or the kernel of GEGLU that alone reads it."""
-    norm: fx.Node | None
-    """The kernel of the norm that writes the input; None for others."""
-
-    @property
-    def x(self) -> Any:
-        """Its input."""
-        return self.node.args[0]
-
-    @property
-    def weight(self) -> Any:
-        """The weight of the arena."""
-        return argument(self.node, 1, "weight").meta["weight"]
-
-    def product(self, fused: float) -> gain.Product:
-        """Its sizes, and what is lost as it is not one kernel with what follows."""
-        columns, depth = self.weight.tensor.shape
-        return gain.Product(math.prod((shape(self.x) or ())[:-1]), columns, depth, fused)
-
-    @property
-    def name(self) -> str:
-        """That of the layer, or of the layers that are packed."""
-        return layer_name(self.weight.path)
-
-
 def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Replaces products of transformer blocks. Returns how many.
 
@@ -133,13 +79,17 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.supported(*KERNELS):
         return selection.decline(without_kernels(ctx.device), for_good=True)
     hoist_weights(gm.graph)
+    convolutions = conv_candidates(gm.graph, ctx)
     fit = matches(gm.graph)
     found = paying(fit, query_attention.fused_linears(gm.graph, ctx), ctx.device)
-    if fit and not found:
+    if fit and not found and not convolutions:
         return selection.decline(reasons.EIGHT_BITS_NO_GAIN(), elsewhere_too=False)
-    if selection.room is not None and ctx.arena.banks.missing(c.weight for c in found) > selection.room:
+    needed = ctx.arena.banks.missing(c.weight for c in found)
+    if selection.room is not None and needed > selection.room:
         return selection.decline(reasons.EIGHT_BITS_ROOM())
-    layers = [Layer(c.name, c.x, c.weight.tensor) for c in found if c.name not in selection.errors]
+    layers = [Layer(c.name, c.x, c.weight.tensor) for c in found]
+    layers += [Layer(layer_name(c.weight.path), c.x, c.weight.tensor, c.stride, c.silu) for c in convolutions]
+    layers = [layer for layer in layers if layer.name not in selection.errors]
     if layers:
         errors = measured(gm, layers, selection.inputs)
         if 1 < len(errors) < 2 * sum(math.isnan(each.least) for each in errors.values()):
@@ -148,7 +98,11 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
         selection.learn(errors)
     taken = [c for c in found if c.name not in selection.kept]
     if not taken:
+        if any(layer_name(c.weight.path) not in selection.kept for c in convolutions):
+            return 0
         return selection.decline(nothing_taken(gm.graph, found), elsewhere_too=False)
+    if selection.room is not None:
+        selection.room -= needed
     groups = {c.result: selection.group(c.name, c.norm is None) for c in taken}
     banks = [ctx.arena.banks.get(c.weight, groups[c.result]) for c in taken]
     weights = bank_nodes(gm, taken, banks)
@@ -180,13 +134,6 @@ def nothing_taken(graph: fx.Graph, found: list[Candidate]) -> Reason:
     return reasons.EIGHT_BITS_LAYERS() if kinds.intersection(HALF) else reasons.EIGHT_BITS_FLOAT32()
 
 
-def matches(graph: fx.Graph) -> list[Candidate]:
-    """The products whose input may be quantised where it is written."""
-    pinned = mutated(graph)
-    found = (match(node, pinned) for node in graph.nodes if is_op(node, _PRODUCTS))
-    return [candidate for candidate in found if candidate is not None]
-
-
 def paying(found: list[Candidate], fused: dict[fx.Node, float], device: torch.device) -> list[Candidate]:
     """Those that are faster so, with what quantises their input for all that read it.
 
@@ -201,72 +148,6 @@ def paying(found: list[Candidate], fused: dict[fx.Node, float], device: torch.de
         pays = gain.pays([each.product(fused.get(each.node, 0.0)) for each in some], some[0].norm is not None, device)
         taken.update(each.node for each, faster in zip(some, pays) if faster)
     return [candidate for candidate in found if candidate.node in taken]
-
-
-def match(node: fx.Node, pinned: set[fx.Node]) -> Candidate | None:
-    """Matches a product in half precision that is large enough, by a weight of the arena."""
-    x: Any = node.args[0]
-    weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
-    kind, size = dtype(node), shape(weight) or ()
-    if not is_weight(weight) or len(size) != 2 or kind not in HALF or not pinned.isdisjoint([node, x, weight]):
-        return None
-    if any(t is not None and (dtype(t) != kind or t in pinned) for t in (x, weight, bias)):
-        return None
-    # a kernel reads the rows of a weight, which may lie apart
-    if weight.meta["weight"].tensor.stride(-1) != 1:
-        return None
-    user = only_user(node)
-    pair = is_op(user, (geglu.launch,)) and user not in pinned and dtype(user) == kind
-    result = user if pair and user is not None else node
-    columns = size[0] // 2 if is_op(result, (geglu.launch, linear_geglu.launch)) else size[0]
-    rows = math.prod((shape(x) or ())[:-1])
-    if size[1] >= PIXELS * columns:
-        return None
-    if columns % COLUMNS or size[1] % DEPTH or rows < MIN_ROWS:
-        return None
-    norm = norm_of(x)
-    if norm is None and not is_written(x, pinned):
-        return None
-    return Candidate(node, result, None if norm in pinned else norm)
-
-
-def norm_of(x: fx.Node) -> fx.Node | None:
-    """The kernel of the norm that writes a value, which is in half precision like what the norm reads."""
-    norm: Any = x
-    if is_op(x, (operator.getitem,)) and x.args[1] == 1:
-        norm = x.args[0]
-    if not is_op(norm, (layer_norm.launch,) if norm is x else (add_layer_norm.launch,)):
-        return None
-    return norm  # type: ignore[no-any-return]
-
-
-def is_written(x: Any, pinned: set[fx.Node]) -> bool:
-    """Whether a value, or each part of one, is the result of a modulated norm, an activation or an attention, in
-    another order or shape."""
-    while x not in pinned and (is_op(x, _VIEWS | _PARTS) or is_part(x)):
-        x = x.args[0]
-    if not isinstance(x, fx.Node) or x in pinned:
-        return False
-    if is_op(x, _CAT):
-        return all(is_written(part, pinned) for part in x.args[0])  # type: ignore[union-attr]
-    return is_op(x, ATTENTION | _GATED) or is_modulated(x)
-
-
-def is_part(x: Any) -> bool:
-    """Whether a value is one of those that another was split into."""
-    return is_op(x, (operator.getitem,)) and is_op(x.args[0], _PARTS)
-
-
-def is_modulated(x: fx.Node) -> bool:
-    """Whether a norm of a transformer writes a value, and not that of an input's embedding."""
-    if is_op(x, (operator.getitem,)):
-        return is_op(x.args[0], (gated_norm.launch,)) and x.args[1] == 1
-    if not is_op(x, (modulated_norm.launch,)):
-        return False
-    source: Any = x.args[0]
-    while is_op(source, _VIEWS | CAST):
-        source = source.args[0]
-    return isinstance(source, fx.Node) and source.op != "placeholder"
 
 
 def quantised(x: fx.Node, some: list[Candidate], groups: dict[fx.Node, int]) -> dict[int, tuple[fx.Node, fx.Node]]:
@@ -405,8 +286,3 @@ def bank_node(gm: fx.GraphModule, bank: Bank, index: int, number: int, like: fx.
     node.meta["val"] = meta_like(like, tensor.shape, tensor.dtype)
     return node
 
-
-def layer_name(path: str) -> str:
-    """The name of a layer, or of several, by the path of its weight or of those that are packed."""
-    first, *others = (each.removesuffix(".weight") for each in path.split("+"))
-    return "+".join([first, *(each.rpartition(".")[2] for each in others)])

@@ -1,8 +1,10 @@
-"""Which linear layers are computed with 8-bit integers, by the error of each on the inputs of a call.
+"""Which layers are computed with 8-bit integers, by the error of each on the inputs of a call.
 
 The error of a layer is the relative L2 distance of its product, of a sample of its rows, from that of the same values
 not quantised, in float32. Rows are quantised each by itself, so the error of a sample is that of all: of 256 rows it is
 known to a few per cent. The first row of an image is always among them.
+
+The image that a convolution reads has one factor, so its error is of pixels of all images, quantised like the whole.
 
 What the two limits are: for values with a normal distribution, a row of 1,280 has a largest magnitude of 3.4 standard
 deviations, so rounding to 127 steps moves it by 0.8 %, and the product of two such operands by 1.1 %. `LIMIT` is what
@@ -26,7 +28,7 @@ from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import registry
-from sfast_ext.kernels.eight_bits import quantise_rows
+from sfast_ext.kernels.eight_bits import group_norm8, quantise_rows
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
 from sfast_ext.kernels.pointwise import geglu
 from sfast_ext.reasons import Reason
@@ -140,6 +142,10 @@ class Layer(NamedTuple):
     name: str
     x: fx.Node
     weight: Tensor
+    stride: int = 0
+    """Of a 3x3 convolution; 0: it is a linear layer."""
+    silu: bool = False
+    """Whether SiLU writes what a convolution reads."""
 
 
 def measured(gm: fx.GraphModule, layers: Sequence[Layer], inputs: Sequence[Any]) -> dict[str, Errors]:
@@ -159,6 +165,10 @@ def measured(gm: fx.GraphModule, layers: Sequence[Layer], inputs: Sequence[Any])
 
     def seen(node: fx.Node, value: Any) -> bool:
         for layer in waiting.pop(node, ()):
+            if layer.stride:
+                found.append(errors_of_convolution(value, layer.weight, layer.stride, layer.silu))
+                names.append((layer.name, 0))
+                continue
             group = next((g for g in GROUPS if layer.weight.shape[1] % g == 0), 0)
             if group not in turns:
                 turns[group] = hadamard(group, device)
@@ -188,6 +198,28 @@ def errors_of(x: Tensor, weight: Tensor, turn: Tensor | None) -> Tensor:
     return torch.stack([plain, distance(F.linear(rounded(sample), rounded(wide)), exact)])
 
 
+def errors_of_convolution(x: Tensor, weight: Tensor, stride: int, silu: bool) -> Tensor:
+    """[error, error] of a 3x3 convolution of x (N, C, H, W), a result of SiLU or not, with weight (K, C, 3, 3) and
+    padding 1; of a sample of pixels and of output channels, whose weights in float32 would take 100 MB."""
+    images, _, height, width = x.shape
+    scale = x.abs().flatten(1).amax(1).float() / 127
+    if silu:
+        scale = (x.flatten(1).amax(1).float() + group_norm8.LEAST_SILU) / group_norm8.CODES
+    down, across = -(-height // stride), -(-width // stride)
+    count, total = min(SAMPLE, images * down * across), images * down * across
+    at = torch.arange(count, device=x.device) * total // count
+    image, row, column = at // (down * across), at // across % down * stride, at % across * stride
+    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
+    taps = [padded[image, row + i, column + j] for i in range(3) for j in range(3)]
+    sample = torch.cat(taps, 1).float()
+    some = min(SAMPLE, len(weight))
+    columns = torch.arange(some, device=x.device) * len(weight) // some
+    wide = weight[columns].permute(0, 2, 3, 1).flatten(1).float()
+    exact = F.linear(sample, wide)
+    error = distance(F.linear(rounded(sample, scale[image, None]), rounded(wide)), exact)
+    return torch.stack([error, error])
+
+
 def distance(y: Tensor, exact: Tensor) -> Tensor:
     """The relative L2 distance; the absolute one from zeros."""
     norm = torch.linalg.vector_norm(exact)
@@ -195,10 +227,17 @@ def distance(y: Tensor, exact: Tensor) -> Tensor:
     return torch.where(norm == 0, away, away / norm)
 
 
-def rounded(rows: Tensor) -> Tensor:
-    """What rows are once they are quantised; NaN for a row that holds a value that is not finite."""
-    q, scale = quantise_rows.reference(rows)
-    return q * scale[..., None]
+def rounded(rows: Tensor, scale: Tensor | None = None) -> Tensor:
+    """What rows are once they are quantised; NaN for a row that holds a value that is not finite.
+
+    Args:
+        scale: that of what a row belongs to, by default its own.
+    """
+    if scale is None:
+        q, scale = quantise_rows.reference(rows)
+        return q * scale[..., None]
+    scale = torch.where(scale == 0, 1.0, scale)
+    return (rows / scale).round().mul_(scale)
 
 
 def hadamard(size: int, device: torch.device) -> Tensor:

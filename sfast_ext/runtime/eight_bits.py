@@ -133,12 +133,12 @@ class EightBits:
             networks: the plans of the model, and of each of its parts that is accelerated by itself.
 
         Returns:
-            layers: products that the largest plan of each computes in 8 bits; kept: [name, error] of those that stay
-            in half precision because of their error, the worst first; bytes: memory of the second copies; reason: why
-            no plan uses 8 bits, or None.
+            layers: products and convolutions that the largest plan of each computes in 8 bits; kept: [name, error] of
+            those that stay in half precision because of their error, the worst first; bytes: memory of the second
+            copies; reason: why no plan uses 8 bits, or None.
         """
         latest = next(reversed(self._selections.values()), None)
-        used = [max((p.fused.get("eight_bits", 0) for p in plans if p.banks), default=0) for plans in networks]
+        used = [max((in_8_bits(p) for p in plans if p.banks), default=0) for plans in networks]
         reason = self.reason
         if reason is None and latest is not None and not any(used):
             reason = latest.obstacle
@@ -215,3 +215,8 @@ def is_due(plan: Plan) -> bool:
 def state_of_weights(plan: Plan) -> torch.Tensor:
     """A number for the values of all quantised weights of a plan that has just run on the current stream."""
     return torch.cat([bank.digests for bank in plan.banks]).sum()
+
+
+def in_8_bits(plan: Plan) -> int:
+    """How many products and convolutions a plan computes in 8 bits."""
+    return sum(plan.fused.get(name, 0) for name in ("eight_bits", "eight_bits_conv"))

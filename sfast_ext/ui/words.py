@@ -164,7 +164,9 @@ def _state(status: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
     why = [] if row is None else [*row["reason_parts"], "."]
     if counted.get("accelerated"):
         plan = plan_of_last_image(status["accelerators"]) or {}
-        speed = [_speed(status), *([", ", "8 bits"] if plan.get("fused", {}).get("eight_bits") else [])]
+        fused = plan.get("fused", {})
+        coarse = fused.get("eight_bits") or fused.get("eight_bits_conv")
+        speed = [_speed(status), *([", ", "8 bits"] if coarse else [])]
         if counted.get("bypassed") and why:
             steps = [str(counted["bypassed"]), " ", "steps of the last image were not accelerated:", " "]
             return "partly", ["partly,", " ", *speed], [*steps, *why]

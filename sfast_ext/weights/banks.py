@@ -1,4 +1,4 @@
-"""Banks: the weights of linear layers as 8-bit integers, next to the half-precision weights that they are made of.
+"""Banks: weights of linear layers and convolutions as 8-bit integers, next to those that they are made of.
 
 A bank is written by the plans that read it, at the start of each run (`kernels.eight_bits.quantise_weights`), from the
 live tensors of the arena: rows whose digest changed are quantised again. So a bank holds no values that nobody checks,
@@ -28,8 +28,8 @@ class Bank:
     Attributes:
         weight: what it is made of.
         group: so many neighbours of a row are rotated, 0: none.
-        rows: (N, K) in int8.
-        scales: (N,) in float32.
+        rows: (N, K) in int8; of a convolution's weight (N, C, H, W) K is H W C, in this order.
+        scales: (N,) in float32; of a convolution's weight (2, N), the second the sum of the codes of each row.
         digests: (N,) in int64, of the rows of the weight that `rows` were made of; 0: of none.
     """
 
@@ -59,7 +59,7 @@ class Banks:
         """Whether they have no memory. No plan may run before `occupy`."""
 
     def get(self, weight: Weight, group: int) -> Bank:
-        """The bank of a weight in half precision, (N, K).
+        """The bank of a weight in half precision, (N, K) or a convolution's.
 
         Raises:
             torch.cuda.OutOfMemoryError: there is no room for a new one.
@@ -125,4 +125,5 @@ def total(banks: Iterable[Bank]) -> int:
 
 def _layout(shape: torch.Size) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     rows = torch.Size(shape[:1])
-    return (shape, torch.int8), (rows, torch.float32), (rows, torch.int64)
+    codes, scales = torch.Size((*rows, math.prod(shape[1:]))), torch.Size((2, *rows)) if len(shape) == 4 else rows
+    return (codes, torch.int8), (scales, torch.float32), (rows, torch.int64)

@@ -28,11 +28,19 @@ def small(monkeypatch):
         "CONVOLUTIONS": [(2, 16, 4, 5, 24)],
         "NARROW_CONVOLUTIONS": [(2, 4, 6, 5, 32), (2, 32, 6, 5, 4)],
         "NORMED_CONVOLUTIONS": [(2, 16, 4, 5, 64)],
+        "RESIDUAL_CONVOLUTIONS": [(16, 4, 24)],
     }
     for name, values in shapes.items():
         monkeypatch.setattr(kernel_cases, name, values)
-    for name, rows in {"ROWS": [(6, 192, 64)], "NORM_ROWS": [(6, 32)], "BLOCKS": [(64, 1)]}.items():
-        monkeypatch.setattr(quantisers, name, rows)
+    of_quantisers = {
+        "ROWS": [(6, 192, 64)],
+        "NORM_ROWS": [(6, 32)],
+        "BLOCKS": [(64, 1)],
+        "NORM_IMAGES": [(64, 4)],
+        "JOINED": [(64, 32, 4)],
+    }
+    for name, values in of_quantisers.items():
+        monkeypatch.setattr(quantisers, name, values)
     heads = [(2, 5, 3, 16, form) for form in ("complex", "halves", "neighbours")]
     for name, rows in {"ROWS": [(2, 5, 32)], "HEADS": heads, "GATED": [(6, 16)], "GELU": [(6, 16, 8)]}.items():
         monkeypatch.setattr(transformers, name, rows)

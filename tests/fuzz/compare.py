@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sfast_ext.behaviour.forward_slot import AcceleratedForward
-from sfast_ext.kernels.eight_bits import quantise_rows
+from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
 from sfast_ext.plans.plan import Plan
 from sfast_ext.weights.weight import places_of
 
@@ -65,7 +65,10 @@ def compare_banks(plans: Iterable[Plan], ours: nn.Module, theirs: nn.Module) -> 
             container, name = weight.slots[0]
             held_by_twin, its_name = there[paths[id(container), name]]
             wanted.append(held_by_twin[its_name].detach())
-        rows, scales = quantise_rows.reference(torch.cat(wanted), bank.group)
+        weight = torch.cat(wanted)
+        rows, scales = quantise_rows.reference(quantise_weights.matrix(weight), bank.group)
+        if weight.dim() == 4:
+            scales = torch.stack([scales, rows.sum(-1, dtype=torch.float32)])
         if not torch.equal(rows, bank.rows) or not torch.equal(scales, bank.scales):
             raise Wrong(f"the 8-bit integers of {bank.weight.path} are stale")
     return len(found)

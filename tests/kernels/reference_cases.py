@@ -77,6 +77,35 @@ def _add_layer_norm8(device: torch.device) -> tuple[Any, ...]:
     return (x, residual, *_vectors(device, 2, 64), 1e-5)
 
 
+@_of("group_norm8")
+def _group_norm8(device: torch.device) -> tuple[Any, ...]:
+    return (_image(device, 2, 64, 5, 4), 4, *_vectors(device, 2, 64), 1e-5)
+
+
+@_of("add_group_norm8")
+def _add_group_norm8(device: torch.device) -> tuple[Any, ...]:
+    x, residual = (_image(device, 2, 64, 5, 4) for _ in range(2))
+    conv_bias, weight, bias = _vectors(device, 3, 64)
+    return x, conv_bias, residual, 1.0, 4, weight, bias, 1e-5
+
+
+@_of("cat_group_norm8")
+def _cat_group_norm8(device: torch.device) -> tuple[Any, ...]:
+    a, residual, b = (_image(device, 2, channels, 5, 4) for channels in (64, 64, 32))
+    return (a, *_vectors(device, 1, 64), residual, b, 4, *_vectors(device, 2, 96), 1e-5)
+
+
+@_of("conv2d8")
+def _conv2d8(device: torch.device) -> tuple[Any, ...]:
+    x = torch.randint(-127, 128, (2, 64, 5, 4), dtype=torch.int8, device=device)
+    weight = torch.randint(-127, 128, (40, 9 * 64), dtype=torch.int8, device=device)
+    x_scale, weight_scale = (torch.rand(2, count, device=device) * 1e-3 + 1e-4 for count in (2, 40))
+    x_scale[1] = torch.tensor([-127.0, 5.0])
+    weight_scale[1] = weight.sum(-1, dtype=torch.float32)
+    x = x.contiguous(memory_format=torch.channels_last)
+    return x, x_scale, weight, weight_scale, *_vectors(device, 1, 40), _image(device, 2, 40, 5, 4)
+
+
 @_of("bias_add")
 def _bias_add(device: torch.device) -> tuple[Any, ...]:
     return (_image(device, 2, 64, 5, 4), *_vectors(device, 1, 64), _image(device, 2, 64, 5, 4))

@@ -14,7 +14,14 @@ from torch import Tensor
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import cuda_tier, health, nvrtc, triton_runtime
 from sfast_ext.kernels.conv import narrow_conv, upsample, upsample_conv2d
-from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
+from sfast_ext.kernels.eight_bits import (
+    add_group_norm8,
+    cat_group_norm8,
+    conv2d8,
+    group_norm8,
+    quantise_rows,
+    quantise_weights,
+)
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm, portable
 from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm, timestep_embedding
 
@@ -279,7 +286,7 @@ def test_group_norm_writes_patches_as_well(launched, launches, dtype):
 
 def test_more_parts_than_a_normalising_block_reads(launched, launches, monkeypatch):
     """Parts of several tiles, the last of them with a rest, and blocks that loop."""
-    monkeypatch.setattr(portable, "_MAX_PARTS", 3)
+    monkeypatch.setattr(portable, "MAX_PARTS", 3)
     monkeypatch.setattr(portable, "_RESIDENT", 1)
     for shape, groups in (((1, 30, 37, 31), 3), ((2, 24, 50, 13), 6)):
         x = image(shape, torch.float16, mean=3.0)
@@ -376,6 +383,13 @@ def test_one_that_does_not_compile_is_named(launched, launches, monkeypatch):
             [torch.ones(2, 8).half()], [torch.ones(2, 8).to(torch.int8)], [torch.ones(2)], [torch.ones(2).long()], [0]
         ),
         **{kernel.name: functools.partial(at_one_size, kernel) for kernel in RECORDS if kernel.name in AT_ONE_SIZE},
+        "group_norm8": lambda: group_norm8.launch(x.half(), 2, None, None, 1e-5),
+        "add_group_norm8": lambda: add_group_norm8.launch(x.half(), None, None, 1.0, 2, None, None, 1e-5),
+        "cat_group_norm8": lambda: cat_group_norm8.launch(x.half(), None, None, x.half(), 2, None, None, 1e-5),
+        "conv2d8": lambda: conv2d8.launch(
+            image((1, 64, 2, 2), torch.float16).to(torch.int8), torch.ones(2, 1), torch.ones(8, 576).to(torch.int8),
+            torch.ones(2, 8),
+        ),
         "bias_add": lambda: bias_add.launch(x, None, x),
         "upsample": lambda: upsample.launch(x, (4, 4), (0.5, 0.5)),
         "upsample_conv2d": lambda: upsample_conv2d.launch(

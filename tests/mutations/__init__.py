@@ -48,6 +48,7 @@ def every() -> list[Mutation]:
     """All of them, in the order of a call."""
     from mutations import (
         calls,
+        convolutions8,
         effects,
         eight_bits,
         files,
@@ -81,6 +82,7 @@ def every() -> list[Mutation]:
         *programs.MUTATIONS,
         *probes.MUTATIONS,
         *products8.MUTATIONS,
+        *convolutions8.MUTATIONS,
         *forges.MUTATIONS,
         *files.MUTATIONS,
         *hosts.MUTATIONS,

@@ -238,6 +238,17 @@ def in_8_bits_of(block: nn.Module, inputs: list[Tensor]) -> Traced:
     return found
 
 
+def convolution_in_8_bits() -> Traced:
+    inputs = (randn(2, C, 16, 16).to(HALF),)
+    traced = Traced(Net(of_a_sum).to(HALF), *inputs)
+    traced.ctx.eight_bits = Selection(inputs=inputs)
+    return traced
+
+
+def of_a_sum(m: Net, x: Tensor) -> Tensor:
+    return m.conv(F.silu(m.norms[0](x.sin() + x))).sin()
+
+
 class Quantised(nn.Module):
     """A layer that a library quantised, between a norm and GEGLU."""
 
@@ -261,6 +272,7 @@ TOKENS = [randn(2, 13, 24), randn(2, 13, 24).cos(), randn(2, 13, 24).sin()]
 NETS: dict[str, Callable[[], Traced]] = {
     "a UNet": lambda: Traced(Net(unet).to(HALF), LATENT, T, PROMPT),
     "8 bits": in_8_bits,
+    "a convolution in 8 bits": convolution_in_8_bits,
     "a quantised layer": by_a_library,
     "a residual block": lambda: Traced(Net(Net.resnet).to(HALF), LARGE, EMB),
     "two embeddings": lambda: Traced(Net(two_times).to(HALF), LARGE, EMB),
@@ -344,6 +356,8 @@ PROOFS: dict[str, tuple[str, str]] = {
     "bias_add after group_norm": ("two embeddings", "conv_group_norm"),
     "bias_add after linear_accumulate": ("a UNet", "linear_accumulate"),
     "group_norm_inputs after bias_add": ("a UNet", "+ bias_add"),
+    "eight_bits_conv after eight_bits": ("a convolution in 8 bits", "eight_bits_conv"),
+    "eight_bits_conv after group_norm_inputs": ("a convolution in 8 bits", "- add_group_norm8"),
     "im2col after group_norm_inputs": ("a UNet", "- cat_group_norm, patches"),
     "upsample_conv2d after bias_add": ("a UNet", "upsample_conv2d"),
     "conv2d after im2col": ("a UNet", "im2col"),

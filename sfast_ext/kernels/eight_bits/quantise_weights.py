@@ -55,16 +55,24 @@ def reference(
 
     rows, scales and digests, which the kernel writes to, are not read.
     """
-    return [quantise_rows.reference(weight, group)[0] for weight, group in zip(weights, groups, strict=True)]
+    each = zip(map(matrix, weights), groups, strict=True)
+    return [quantise_rows.reference(weight, group)[0] for weight, group in each]
+
+
+def matrix(weight: Tensor) -> Tensor:
+    """A weight (N, K); of a convolution's (N, C, H, W) the rows (N, H W C), a view if it is channels last in memory."""
+    return weight.permute(0, 2, 3, 1).flatten(1) if weight.dim() == 4 else weight
 
 
 def in_place(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, groups: Sequence[int]) -> list[Tensor]:
     """As `launch`, by PyTorch, which quantises all rows: without a branch, so that it can be recorded."""
-    for weight, row, scale, digest, group in zip(weights, rows, scales, digests, groups, strict=True):
+    for weight, row, scale, digest, group in zip(map(matrix, weights), rows, scales, digests, groups, strict=True):
         now = digest_of_rows(weight, group)
         changed = now != digest
         q, new_scale = quantise_rows.reference(weight, group)
         row.copy_(torch.where(changed[:, None], q, row))
+        if scale.dim() == 2:
+            new_scale = torch.stack([new_scale, q.sum(-1, dtype=torch.float32)])
         scale.copy_(torch.where(changed, new_scale, scale))
         digest.copy_(now)
     return list(rows)
@@ -124,6 +132,7 @@ class _Table(ctypes.Structure):
         ("columns", ctypes.c_uint16 * ENTRIES),
         ("groups", ctypes.c_uint16 * ENTRIES),
         ("aligned", ctypes.c_uint32 * cdiv(ENTRIES, 32)),
+        ("summed", ctypes.c_uint32 * cdiv(ENTRIES, 32)),
     ]
 
 
@@ -147,11 +156,13 @@ def _prepared(_: Any, entries: Sequence[_Entry], **constants: int) -> tuple[list
             field = getattr(table, name)
             field[i] = tensor.data_ptr()
             places[getattr(_Table, name).offset + 8 * i] = tensor
-        count, columns = entry.weight.shape
+        weight = matrix(entry.weight)
+        count, columns = weight.shape
         first += count
         table.first[i + 1] = first
-        table.strides[i], table.columns[i], table.groups[i] = entry.weight.stride(0), columns, entry.group
+        table.strides[i], table.columns[i], table.groups[i] = weight.stride(0), columns, entry.group
         table.aligned[i // 32] |= _aligned(entry) << i % 32
+        table.summed[i // 32] |= (entry.scale.dim() == 2) << i % 32
     for i in range(len(entries), ENTRIES):
         table.first[i + 1] = first
     return [AddressTable(table, places), ctypes.c_int(first)], 32 * constants["WARPS"], 0
@@ -159,8 +170,9 @@ def _prepared(_: Any, entries: Sequence[_Entry], **constants: int) -> tuple[list
 
 def _aligned(entry: _Entry) -> bool:
     """Whether rows are read by 16 bytes and written by 8."""
-    columns, stride = entry.weight.shape[1], entry.weight.stride(0)
-    return not (columns % 8 or stride % 8 or entry.weight.data_ptr() % 16 or entry.row.data_ptr() % 8)
+    weight = matrix(entry.weight)
+    columns, stride = weight.shape[1], weight.stride(0)
+    return not (columns % 8 or stride % 8 or weight.data_ptr() % 16 or entry.row.data_ptr() % 8)
 
 
 SOURCE = nvrtc.Source("quantise_weights", _prepared, ("weight", "entries"))
@@ -177,6 +189,9 @@ def accepts(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, 
 
 def _accepts_entry(entry: _Entry) -> str | None:
     weight, row, scale, digest, group = entry
+    if weight.dim() == 4 and not is_dry_run() and not weight.is_contiguous(memory_format=torch.channels_last):
+        return "a convolution's weight that is not channels last"
+    weight = matrix(weight)
     if weight.dim() != 2 or weight.dtype not in HALF:
         return "a weight that is no matrix, or not in half precision"
     count, columns = weight.shape
@@ -184,7 +199,8 @@ def _accepts_entry(entry: _Entry) -> str | None:
         return "a weight whose rows are too long, or lie apart"
     if group not in quantise_rows.GROUPS or (group and columns % group):
         return "columns that are not divided into groups of 64, 128 or 256"
-    bank = (row, (count, columns), torch.int8), (scale, (count,), torch.float32), (digest, (count,), torch.int64)
+    scales = (2, count) if entry.weight.dim() == 4 else (count,)
+    bank = (row, (count, columns), torch.int8), (scale, scales, torch.float32), (digest, (count,), torch.int64)
     if any(x.shape != shape or x.dtype != dtype or not x.is_contiguous() for x, shape, dtype in bank):
         return "a bank of another shape, dtype or layout"
     return None
@@ -209,7 +225,9 @@ def launch(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, g
     For each row whose digest (`digest_of_rows`) is not the one in digests[i], rows[i], scales[i] and then digests[i]
     are written. The rest is left as it is. A new bank has digests of zeros.
 
-    weights[i] (N, K) in float16 or bfloat16, rows up to 65,535 columns, which may be further apart than they are long;
+    weights[i] (N, K) in float16 or bfloat16, rows up to 65,535 columns, which may be further apart than they are long,
+    or a convolution's (N, C, H, W), channels last, with K = H W C in this order, whose scales[i] (2, N) get the sums of
+    the codes of each row too;
     rows[i] (N, K) int8, scales[i] (N,) float32 and digests[i] (N,) int64, contiguous; groups[i] 0, 64, 128 or 256, of
     which K is a multiple.
     """

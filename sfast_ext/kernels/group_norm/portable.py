@@ -33,7 +33,7 @@ _THREADS = 256  # of a block, unless one pixel has more accesses
 _RESIDENT = 2  # such blocks of a multiprocessor: all run at once
 _CHANNELS = 80  # of a block, unless a group is wider
 _MAX_GROUPS = 128  # of a block
-_MAX_PARTS = 128  # which each normalising block reads
+MAX_PARTS = 128  # which each normalising block reads
 _MAX_ELEMENTS = 2**32  # of an image: offsets in it are 32-bit
 _MAX_PIXELS = 2**30  # of an image: a block counts on beyond its last
 
@@ -155,14 +155,14 @@ def normalised(
     tile = block(groups, width, pack)
     if tile is None:
         return None
-    resident = _resident(tile)
-    per_part = _pixels_of_block(pixels, images, groups, tile, resident, a, _MAX_PARTS)
+    resident = resident_of(tile)
+    per_part = pixels_of_block(pixels, images, groups, tile, resident, a, MAX_PARTS)
     parts = cdiv(pixels, per_part)
     partial = torch.empty((2, images, parts, groups), dtype=torch.float32, device=a.device)
     sizes = (pixels, per_part, channels, groups, tile.groups, tile.lanes, inputs.first, inputs.addend_stride)
     grid = (parts, cdiv(groups, tile.groups), images)
-    constants |= {"PACK": pack, "EACH": tile.each, **resident}
-    launch_kernel(STATISTICS, grid, *operands, total, partial, *sizes, scale, **constants)
+    constants |= {"PACK": pack, "EACH": tile.each, "EXTREMES": 0, **resident}
+    launch_kernel(STATISTICS, grid, *operands, total, partial, None, *sizes, scale, **constants)
     x, shift = (a, inputs.addend) if total is None else (total, None)
     return total, _normalise(x, shift, norm, partial, per_part, pack, tile)
 
@@ -170,7 +170,7 @@ def normalised(
 def pixels_of_part(parts: Parts, images: int, channels: int, groups: int, dtype: torch.dtype) -> int | None:
     """Pixels of each part of an image of which another kernel has the statistics, for `normalised_by`; None if the
     parts differ in size or are too many, the kernels do not take the image, or one launch computes its norm."""
-    if parts.height % parts.box_height or parts.width % parts.box_width or parts.boxes > _MAX_PARTS:
+    if parts.height % parts.box_height or parts.width % parts.box_width or parts.boxes > MAX_PARTS:
         return None
     pixels = parts.height * parts.width
     if max(images, groups) > MAX_GRID_YZ or not accepts_size(pixels, channels):
@@ -205,8 +205,8 @@ def _normalise(
     _, images, parts, groups = partial.shape
     channels = x.shape[-1]
     pixels = x.numel() // (images * channels)
-    resident = _resident(tile)
-    per_block = _pixels_of_block(pixels, images, groups, tile, resident, x, pixels)
+    resident = resident_of(tile)
+    per_block = pixels_of_block(pixels, images, groups, tile, resident, x, pixels)
     out = torch.empty(x.shape, dtype=norm.dtype, device=x.device)
     stride = 0 if shift is None else shift.stride(0)
     sizes = (pixels, per_block, channels, groups, tile.groups, tile.lanes, stride, per_part, parts, int(norm.silu))
@@ -217,14 +217,14 @@ def _normalise(
     return out
 
 
-def _resident(tile: Tile) -> dict[str, int]:
+def resident_of(tile: Tile) -> dict[str, int]:
     """Threads of the largest block, and such blocks of a multiprocessor."""
     if tile.threads > _THREADS:
         return {"THREADS": cuda_tier.MAX_THREADS, "RESIDENT": 1}
     return {"THREADS": _THREADS, "RESIDENT": _RESIDENT}
 
 
-def _pixels_of_block(
+def pixels_of_block(
     pixels: int, images: int, groups: int, tile: Tile, resident: dict[str, int], x: Tensor, most: int
 ) -> int:
     """Pixels of a block, so that all blocks run at once, but at most so many of an image."""
@@ -244,15 +244,17 @@ def _prepared_whole(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
     return [*tensors, *_numbers(numbers)], cdiv(threads, 32) * 32, 0
 
 
-def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
-    tensors, numbers = args[:6], args[6:]
+def prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
+    """For kernels whose numbers begin with those of pixels and of a tile."""
+    count = next(i for i, x in enumerate(args) if isinstance(x, int))
+    tensors, numbers = args[:count], args[count:]
     channels, groups, block_groups, lanes = numbers[2:6]
     threads = lanes * (block_groups * (channels // groups) // constants["PACK"])
     return [*tensors, *_numbers(numbers)], cdiv(threads, 32) * 32, 0
 
 
 _OPERANDS = ("a", "b", "addend", "residual")
-_TILE = ("channels", "groups", "block_groups", "lanes")
+TILE = ("channels", "groups", "block_groups", "lanes")
 WHOLE = nvrtc.Source(
     "group_norm_whole",
     _prepared_whole,
@@ -263,14 +265,14 @@ WHOLE = nvrtc.Source(
 )  # fmt: skip
 STATISTICS = nvrtc.Source(
     "group_norm_statistics",
-    _prepared,
-    (*_OPERANDS, "sum", "partial", "pixels", "per_part", *_TILE, "first", "addend_stride", "scale"),
+    prepared,
+    (*_OPERANDS, "sum", "partial", "extremes", "pixels", "per_part", *TILE, "first", "addend_stride", "scale"),
 )
 NORMALISE = nvrtc.Source(
     "group_norm_normalise",
-    _prepared,
+    prepared,
     (
-        "x", "shift", "weight", "bias", "partial", "out", "pixels", "per_block", *_TILE, "shift_stride", "per_part",
+        "x", "shift", "weight", "bias", "partial", "out", "pixels", "per_block", *TILE, "shift_stride", "per_part",
         "parts", "with_silu", "eps",
     ),
 )  # fmt: skip

@@ -213,7 +213,13 @@ def test_the_badge_says_8_bits_if_the_last_image_had_layers_in_them():
     }  # fmt: skip
     plain = "3.0x, 12 it/s"
     # plans with and without them are kept next to each other: what counts is that of the last image
-    for fused, text in (({}, plain), ({"eight_bits": 0}, plain), ({"eight_bits": 9}, f"{plain}, 8 bits")):
+    told = f"{plain}, 8 bits"
+    for fused, text in (
+        ({}, plain),
+        ({"eight_bits": 0}, plain),
+        ({"eight_bits": 9}, told),
+        ({"eight_bits": 0, "eight_bits_conv": 4}, told),
+    ):
         plan["fused"] = fused
         said = words.badge({**found, "eight_bits": {"layers": 9}})
         assert said["text"] == text == "".join(said["text_parts"])

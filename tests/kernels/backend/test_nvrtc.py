@@ -20,7 +20,7 @@ from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import cuda_libraries, cuda_tier, nvrtc, triton_runtime
 from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d, narrow_conv_portable, upsample, upsample_conv2d
-from sfast_ext.kernels.eight_bits import layer_norm8, quantise_rows, quantise_weights
+from sfast_ext.kernels.eight_bits import group_norm8, layer_norm8, quantise_rows, quantise_weights
 from sfast_ext.kernels.group_norm import portable
 from sfast_ext.kernels.group_norm.two_pass import Norm
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
@@ -182,11 +182,15 @@ def group_norm_cases() -> list[tuple[str, dict[str, int]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portable, "launch_kernel", launch_kernel)
+        patch.setattr(group_norm8, "launch_kernel", launch_kernel)
+        patch.setattr(group_norm8, "accepts", lambda *operands: None)
         patch.setattr(portable, "multiprocessors", lambda device: 28)
         for dtype, fused in product((torch.float16, torch.float32), (False, True)):
             for channels, size in ((320, 128), (320, 64), (960, 32), (640, 32), (1280, 16), (2560, 16), (1280, 8)):
                 inputs = portable.Inputs(torch.empty(2, size, size, channels, dtype=dtype, device="meta"), fused=fused)
                 assert portable.normalised(inputs, 32, Norm(None, None, 1e-5, True, dtype)) is not None
+                if dtype == torch.float16:
+                    group_norm8.normalised(inputs, 32, Norm(None, None, 1e-5, True, dtype))
     return list(found.values())
 
 
@@ -232,6 +236,7 @@ COMPILED = {
     "linear_geglu": test_linear_geglu_compiles,
     "linear_layer_norm": test_linear_layer_norm_compiles,
     "mma_gemm": "tests/kernels/linear/test_mma_gemm.py",
+    "mma_conv8": "tests/kernels/eight_bits/test_conv2d8.py",
     "mma_gemm8": "tests/kernels/eight_bits/test_mma_gemm8.py",
     "mma_attention": "tests/kernels/attention/test_mma_attention_compiles.py",
     "query_attention": test_query_attention_compiles,

@@ -150,6 +150,44 @@ def test_a_weight_that_moved_is_not_quantised_again(device):
     assert made.written() == [[n == 1 and row == 4 for row in range(rows)] for n, (rows, *_) in enumerate(SHAPES)]
 
 
+@half_dtype
+def test_weights_of_convolutions_as_they_lie_in_memory(device, dtype):
+    """Rows of taps, each of all channels; among weights of linear layers."""
+    sizes = [(5, 64, 3, 3), (3, 320, 3, 3), (2, 30, 3, 3), (4, 128, 1, 1), (1, 2560, 3, 3)]
+    images = [randn(*size, dtype=dtype, device=device, std=0.1) for size in sizes]
+    images = [weight.contiguous(memory_format=torch.channels_last) for weight in images]
+    linear = randn(4, 72, dtype=dtype, device=device)
+    rows = [linear, *(weight.permute(0, 2, 3, 1).reshape(len(weight), -1) for weight in images)]
+    made = bank(rows, [0] * len(rows))
+    both = [torch.full((2, len(weight)), math.nan, device=device) for weight in rows]
+    both[0] = both[0][0]
+    made = made._replace(scales=[each[0] if each.dim() == 2 else each for each in both])
+    given = made._replace(weights=[linear, *images], scales=both)
+    given.quantise()
+    for scale, row in zip(both[1:], made.rows[1:]):
+        assert torch.equal(scale[1], row.sum(-1, dtype=torch.float32))
+    assert made.written() == [[True] * len(weight) for weight in rows]
+    for codes, row in zip(quantise_weights.reference(*given), made.rows):
+        assert codes.shape == row.shape and (codes != row).float().mean() < 1e-3
+    made.poison()
+    sums = [scale[1].clone() for scale in both[1:]]
+    images[1][2, 319, 2, 2] += 1
+    given.quantise()
+    made.weights[2] = images[1].permute(0, 2, 3, 1).reshape(3, -1)
+    assert made.written() == [[n == 2 and row == 2 for row in range(len(weight))] for n, weight in enumerate(rows)]
+    assert both[2][1, 2] == made.rows[2][2].sum() and both[2][1, 2] != sums[1][2]
+    sums[1][2] = both[2][1, 2]
+    assert all(torch.equal(scale[1], before) for scale, before in zip(both[1:], sums))
+    again = bank(rows, [0] * len(rows))._replace(weights=[linear, *images], scales=[t.clone() for t in both])
+    quantise_weights.in_place(*again)
+    assert all(torch.equal(a, b) for a, b in zip(again.digests, made.digests))
+    assert (again.scales[1][1] - again.rows[1].sum(-1)).abs().max() == 0
+    reason = str(quantise_weights.accepts(*given._replace(scales=made.scales)))
+    assert "another shape" in reason
+    reason = str(quantise_weights.accepts(*given._replace(weights=[linear, *(w.contiguous() for w in images)])))
+    assert "channels last" in reason
+
+
 def test_banks_at_odd_places(device):
     weight = randn(6, 320, dtype=torch.float16, device=device)
     made = bank([weight, weight], [64, 0])

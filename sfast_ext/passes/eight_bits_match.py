@@ -1,0 +1,155 @@
+"""Matches the products of transformer blocks that may be computed with 8-bit integers."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from sfast_ext.kernels.eight_bits import gain
+from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
+from sfast_ext.kernels.pointwise import add_layer_norm, gated_norm, geglu, layer_norm, modulated_norm, swiglu
+
+from .attention import ATTENTION
+from .cleanup import PERMUTE
+from .rewrite import (
+    CAST,
+    HALF,
+    LINEAR,
+    RESHAPE,
+    argument,
+    dtype,
+    is_op,
+    is_weight,
+    mutated,
+    only_user,
+    overloads,
+    shape,
+)
+
+MIN_ROWS = 256
+"""Of a product: with fewer it takes no longer than its weight takes to be read, which is read in half precision as
+well, to be quantised."""
+COLUMNS, DEPTH = 32, 64
+"""The rows and the columns of a weight are multiples of these. The kernels take multiples of 8 rows, or 16 with GEGLU;
+32 leaves out no layer of Stable Diffusion."""
+PIXELS = 16
+"""Times as deep as it is wide is a layer that makes pixels of tokens: its error is that of the image. The deepest of
+other layers, Flux's, is 5 times."""
+_PRODUCTS = LINEAR | {linear_geglu.launch, linear_accumulate.launch}
+_VIEWS = RESHAPE | PERMUTE | overloads("transpose.int", "contiguous")
+_PARTS = overloads("slice.Tensor", "split_with_sizes", "split.sizes")
+_CAT = overloads("cat")
+_GATED = frozenset({geglu.launch, linear_geglu.launch, swiglu.launch}) | overloads("gelu")
+
+
+class Candidate(NamedTuple):
+    """A product in half precision that may be one of 8-bit integers."""
+
+    node: fx.Node
+    """A linear, or a kernel that has one."""
+    result: fx.Node
+    """What is replaced: `node`, or the kernel of GEGLU that alone reads it."""
+    norm: fx.Node | None
+    """The kernel of the norm that writes the input; None for others."""
+
+    @property
+    def x(self) -> Any:
+        """Its input."""
+        return self.node.args[0]
+
+    @property
+    def weight(self) -> Any:
+        """The weight of the arena."""
+        return argument(self.node, 1, "weight").meta["weight"]
+
+    def product(self, fused: float) -> gain.Product:
+        """Its sizes, and what is lost as it is not one kernel with what follows."""
+        columns, depth = self.weight.tensor.shape
+        return gain.Product(math.prod((shape(self.x) or ())[:-1]), columns, depth, fused)
+
+    @property
+    def name(self) -> str:
+        """That of the layer, or of the layers that are packed."""
+        return layer_name(self.weight.path)
+
+
+def matches(graph: fx.Graph) -> list[Candidate]:
+    """The products whose input may be quantised where it is written."""
+    pinned = mutated(graph)
+    found = (match(node, pinned) for node in graph.nodes if is_op(node, _PRODUCTS))
+    return [candidate for candidate in found if candidate is not None]
+
+
+def match(node: fx.Node, pinned: set[fx.Node]) -> Candidate | None:
+    """Matches a product in half precision that is large enough, by a weight of the arena."""
+    x: Any = node.args[0]
+    weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
+    kind, size = dtype(node), shape(weight) or ()
+    if not is_weight(weight) or len(size) != 2 or kind not in HALF or not pinned.isdisjoint([node, x, weight]):
+        return None
+    if any(t is not None and (dtype(t) != kind or t in pinned) for t in (x, weight, bias)):
+        return None
+    # a kernel reads the rows of a weight, which may lie apart
+    if weight.meta["weight"].tensor.stride(-1) != 1:
+        return None
+    user = only_user(node)
+    pair = is_op(user, (geglu.launch,)) and user not in pinned and dtype(user) == kind
+    result = user if pair and user is not None else node
+    columns = size[0] // 2 if is_op(result, (geglu.launch, linear_geglu.launch)) else size[0]
+    rows = math.prod((shape(x) or ())[:-1])
+    if size[1] >= PIXELS * columns:
+        return None
+    if columns % COLUMNS or size[1] % DEPTH or rows < MIN_ROWS:
+        return None
+    norm = norm_of(x)
+    if norm is None and not is_written(x, pinned):
+        return None
+    return Candidate(node, result, None if norm in pinned else norm)
+
+
+def norm_of(x: fx.Node) -> fx.Node | None:
+    """The kernel of the norm that writes a value, which is in half precision like what the norm reads."""
+    norm: Any = x
+    if is_op(x, (operator.getitem,)) and x.args[1] == 1:
+        norm = x.args[0]
+    if not is_op(norm, (layer_norm.launch,) if norm is x else (add_layer_norm.launch,)):
+        return None
+    return norm  # type: ignore[no-any-return]
+
+
+def is_written(x: Any, pinned: set[fx.Node]) -> bool:
+    """Whether a value, or each part of one, is the result of a modulated norm, an activation or an attention, in
+    another order or shape."""
+    while x not in pinned and (is_op(x, _VIEWS | _PARTS) or is_part(x)):
+        x = x.args[0]
+    if not isinstance(x, fx.Node) or x in pinned:
+        return False
+    if is_op(x, _CAT):
+        return all(is_written(part, pinned) for part in x.args[0])  # type: ignore[union-attr]
+    return is_op(x, ATTENTION | _GATED) or is_modulated(x)
+
+
+def is_part(x: Any) -> bool:
+    """Whether a value is one of those that another was split into."""
+    return is_op(x, (operator.getitem,)) and is_op(x.args[0], _PARTS)
+
+
+def is_modulated(x: fx.Node) -> bool:
+    """Whether a norm of a transformer writes a value, and not that of an input's embedding."""
+    if is_op(x, (operator.getitem,)):
+        return is_op(x.args[0], (gated_norm.launch,)) and x.args[1] == 1
+    if not is_op(x, (modulated_norm.launch,)):
+        return False
+    source: Any = x.args[0]
+    while is_op(source, _VIEWS | CAST):
+        source = source.args[0]
+    return isinstance(source, fx.Node) and source.op != "placeholder"
+
+
+def layer_name(path: str) -> str:
+    """The name of a layer, or of several, by the path of its weight or of those that are packed."""
+    first, *others = (each.removesuffix(".weight") for each in path.split("+"))
+    return "+".join([first, *(each.rpartition(".")[2] for each in others)])
