@@ -25,6 +25,7 @@ from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.payback import CaptureBackoff
 from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
+from sfast_ext.runtime import residency
 from sfast_ext.runtime.call_server import CallServer, building
 from sfast_ext.runtime.failures import Failures
 from sfast_ext.runtime.model_state import ModelState, ModuleContext
@@ -142,6 +143,8 @@ class Accelerator:
                 self._runner.reject_inaccurate()
             for part in self.parts:
                 part.configure(config)
+            if not (config.enabled and config.eight_bits):
+                residency.give_back(self._context)
             if self.whole is None and (was.tolerance, was.check) != (config.tolerance, config.check):
                 plans = (plan for each in self._model.accelerators() for plan in each.plans.values())
                 self._model.eight_bits.reconsider(selected=any(plan.banks for plan in plans))
@@ -155,6 +158,7 @@ class Accelerator:
         if self.whole is None:
             self.report.new_generation()
             self._model.eight_bits.new_generation()
+            self.arena.resident.audit_all = True
         self._server.new_generation()
         self._cache.new_generation()
         self._backoff.new_generation()
@@ -223,7 +227,12 @@ class Accelerator:
             self._released = True
             with contextlib.ExitStack() as steps:
                 # runs them in reverse order, all of them even if one raises
-                for step in (self._finder.keys.clear, self.arena.release, self._clear, self._context.slot.release):
+                back = (self._context.bring_back, self._context.forget_aside)
+                steps_in_reverse = (
+                    self._finder.keys.clear, self.arena.release, *reversed(back), self._clear,
+                    self._context.slot.release,
+                )  # fmt: skip
+                for step in steps_in_reverse:
                     steps.callback(step)
                 self._release_parts()
 
@@ -271,6 +280,10 @@ class Accelerator:
                 self._model.eight_bits.clear()
             self._builder.forget()
             self._cache.clear(reason)
+
+    def drop_plan(self, key: PlanKey) -> None:
+        """Drop one plan. Its call builds another."""
+        self._cache.drop(key)
 
     def before_saving(self) -> None:
         """Restore the original layout of the parameters: libraries that save weights refuse other strides."""

@@ -107,7 +107,7 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
 
     `rows` and `scales` are those of the weight's bank, which one quantise_weights.launch at the top brings up to date.
     (q, scale) = quantise_rows.launch(x), or the results of layer_norm8.launch or add_layer_norm8.launch in the place of
-    the norm that writes x, if nothing else reads it.
+    the norm that writes x, if nothing else reads it. If the selection is resident, the arena brings banks up to date.
     """
     selection = ctx.eight_bits
     if selection is None or ctx.most_bytes is not None:
@@ -115,12 +115,15 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.supported(*KERNELS):
         return selection.decline(without_kernels(ctx.device), for_good=True)
     hoist_weights(gm.graph)
-    found = candidates(gm.graph, ctx.device)
-    if selection.room is not None and ctx.arena.banks.missing(c.weight for c in found) > selection.room:
+    found = candidates(gm.graph, ctx.device, few_too=selection.resident)
+    if selection.resident:
+        found = read_by_these_alone(gm.graph, found)
+        ctx.arena.set_aside((c.weight for c in found if c.name not in selection.kept), ctx.device)
+    elif selection.room is not None and ctx.arena.banks.missing(c.weight for c in found) > selection.room:
         return selection.decline(reasons.EIGHT_BITS_ROOM())
-    layers = [Layer(c.name, c.x, c.weight.tensor) for c in found if c.name not in selection.errors]
+    layers = [Layer(c.name, c.x, c.weight) for c in found if c.name not in selection.errors]
     if layers:
-        errors = measured(gm, layers, selection.inputs)
+        errors = measured(gm, layers, selection.inputs, ctx.arena.read)
         if 1 < len(errors) < 2 * sum(math.isnan(each.least) for each in errors.values()):
             # the call of a black image says nothing of the layers: a later plan measures them
             return selection.decline(reasons.EIGHT_BITS_VALUES(), elsewhere_too=False)
@@ -129,7 +132,8 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not taken:
         return selection.decline(reasons.EIGHT_BITS_LAYERS(), elsewhere_too=False)
     groups = {c.result: selection.group(c.name, c.norm is None) for c in taken}
-    banks = [ctx.arena.banks.get(c.weight, groups[c.result]) for c in taken]
+    get = ctx.arena.resident.bank if selection.resident else ctx.arena.banks.get
+    banks = [get(c.weight, groups[c.result]) for c in taken]
     weights = bank_nodes(gm, taken, banks)
     readers: dict[fx.Node, list[Candidate]] = defaultdict(list)
     for candidate in taken:
@@ -151,14 +155,32 @@ def without_kernels(device: torch.device) -> Reason:
     return reasons.EIGHT_BITS_KERNELS(device)
 
 
-def candidates(graph: fx.Graph, device: torch.device) -> list[Candidate]:
-    """The products whose input may be quantised where it is written, if that pays."""
+def candidates(graph: fx.Graph, device: torch.device, *, few_too: bool = False) -> list[Candidate]:
+    """The products whose input may be quantised where it is written, if that pays.
+
+    Args:
+        few_too: those of few rows as well, and those that are no faster: their weights take memory like others.
+    """
     pinned = mutated(graph)
-    found = (match(node, pinned, device) for node in graph.nodes if is_op(node, _PRODUCTS))
+    found = (match(node, pinned, device, few_too) for node in graph.nodes if is_op(node, _PRODUCTS))
     return [candidate for candidate in found if candidate is not None]
 
 
-def match(node: fx.Node, pinned: set[fx.Node], device: torch.device) -> Candidate | None:
+def read_by_these_alone(graph: fx.Graph, found: list[Candidate]) -> list[Candidate]:
+    """The candidates whose weights nothing else in the graph reads, whole or in part."""
+    ours = {c.node for c in found}
+    nodes = [node for node in graph.nodes if is_weight(node)]
+    others = (node for node in nodes if not ours.issuperset(node.users))
+    read = {id(part) for node in others for part in parts_of(node.meta["weight"])}
+    return [c for c in found if read.isdisjoint(map(id, parts_of(c.weight)))]
+
+
+def parts_of(weight: Any) -> tuple[Any, ...]:
+    """The parameters of a weight of the arena."""
+    return weight.parts or (weight,)
+
+
+def match(node: fx.Node, pinned: set[fx.Node], device: torch.device, few_too: bool) -> Candidate | None:
     """Matches a product in half precision that is large enough, by a weight of the arena."""
     x: Any = node.args[0]
     weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
@@ -175,7 +197,9 @@ def match(node: fx.Node, pinned: set[fx.Node], device: torch.device) -> Candidat
     result = user if pair and user is not None else node
     columns = size[0] // 2 if is_op(result, (geglu.launch, linear_geglu.launch)) else size[0]
     rows = math.prod((shape(x) or ())[:-1])
-    if columns % COLUMNS or size[1] % DEPTH or rows < MIN_ROWS or not linear8.profitable(rows, *size, device):
+    if columns % COLUMNS or size[1] % DEPTH:
+        return None
+    if not few_too and (rows < MIN_ROWS or not linear8.profitable(rows, *size, device)):
         return None
     norm = norm_of(x)
     if norm is None and not is_op(x, (geglu.launch, linear_geglu.launch)) and not is_attention(x, pinned):
@@ -285,6 +309,7 @@ def bank_nodes(
     place = top(graph)
     while place.next.op == "get_attr":
         place = place.next
+    once = list({id(bank): bank for bank in banks}.values())
     sources: dict[int, fx.Node] = {}
     held: list[list[fx.Node]] = []
     for candidate, bank in zip(taken, banks, strict=True):
@@ -292,8 +317,13 @@ def bank_nodes(
             like = argument(candidate.node, 1, "weight")
             sources[id(bank)] = like
             with graph.inserting_before(place):
-                held.append([bank_node(gm, bank, i, len(held), like) for i in range(3)])
-    once = list({id(bank): bank for bank in banks}.values())
+                # an erased node would keep its bank
+                read = 2 if bank.sources else 3
+                held.append([bank_node(gm, bank, i, len(held), like) for i in range(read)])
+    if all(bank.sources for bank in banks):
+        # resident: the arena brings them up to date
+        rows_of = {id(bank): (rows, scales) for bank, (rows, scales) in zip(once, held, strict=True)}
+        return {(c.weight, bank.group): rows_of[id(bank)] for c, bank in zip(taken, banks, strict=True)}
     lists = [list(sources.values()), *map(list, zip(*held)), [bank.group for bank in once]]
     with graph.inserting_after(place):
         fresh = call(graph, quantise_weights.launch, tuple(lists), tuple(rows.meta["val"] for rows, *_ in held))

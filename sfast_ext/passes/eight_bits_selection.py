@@ -18,7 +18,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -32,6 +32,9 @@ from sfast_ext.kernels.pointwise import geglu
 from sfast_ext.reasons import Reason
 
 from .rewrite import is_weight
+
+if TYPE_CHECKING:
+    from sfast_ext.weights.weight import Weight
 
 LIMIT = 0.05
 """Of the error of a layer."""
@@ -71,6 +74,7 @@ class Selection:
         for_good: whether that stays so.
         room: bytes that the second copy of weights may take; None if that does not matter.
         inputs: of the call whose plan is made.
+        resident: whether the half-precision values of these layers leave the GPU, see `weights.resident`.
     """
 
     errors: dict[str, Errors] = field(default_factory=dict)
@@ -80,6 +84,7 @@ class Selection:
     for_good: bool = False
     room: int | None = None
     inputs: Sequence[Any] = ()
+    resident: bool = False
 
     @contextlib.contextmanager
     def on(self, inputs: Sequence[Any], room: int | None) -> Iterator[None]:
@@ -127,39 +132,44 @@ class Selection:
 
 
 class Layer(NamedTuple):
-    """A product whose operands may be quantised."""
+    """A product whose operands may be quantised, and its weight in the arena."""
 
     name: str
     x: fx.Node
-    weight: Tensor
+    weight: Weight
 
 
-def measured(gm: fx.GraphModule, layers: Sequence[Layer], inputs: Sequence[Any]) -> dict[str, Errors]:
+def measured(
+    gm: fx.GraphModule, layers: Sequence[Layer], inputs: Sequence[Any], read: Callable[[Weight], Tensor]
+) -> dict[str, Errors]:
     """The errors of layers on the inputs of the graph. Waits for the device once.
 
     The graph runs once, operation by operation and up to the last of the layers, with PyTorch's operations in the
     place of kernels, which are not compiled yet.
+
+    Args:
+        read: gives the values of a weight, for as long as they are held.
     """
     waiting: dict[fx.Node, list[Layer]] = {}
     for layer in layers:
         waiting.setdefault(layer.x, []).append(layer)
     found: list[Tensor] = []
     names: list[tuple[str, int]] = []
-    device = layers[0].weight.device
+    device = layers[0].weight.tensor.device
     # one copy each: the device is waited for by a copy from memory that is not pinned
     turns: dict[int, Tensor | None] = {0: None}
 
     def seen(node: fx.Node, value: Any) -> bool:
         for layer in waiting.pop(node, ()):
-            group = next((g for g in GROUPS if layer.weight.shape[1] % g == 0), 0)
+            group = next((g for g in GROUPS if layer.weight.tensor.shape[1] % g == 0), 0)
             if group not in turns:
                 turns[group] = hadamard(group, device)
-            found.append(errors_of(value, layer.weight, turns[group]))
+            found.append(errors_of(value, read(layer.weight), turns[group]))
             names.append((layer.name, group))
         return bool(waiting)
 
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        run(gm, inputs, seen)
+        run(gm, inputs, seen, read)
     values = torch.stack(found).tolist() if found else []
     return {name: Errors(pair[0], pair[1], group) for (name, group), pair in zip(names, values, strict=True)}
 
@@ -198,8 +208,14 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     return quantise_rows.hadamard(size).to(device, torch.float32)
 
 
-def run(gm: fx.GraphModule, inputs: Iterable[Any], seen: Callable[[fx.Node, Any], bool]) -> None:
-    """Runs a graph until `seen`, which is given each node and its value, returns False."""
+def run(
+    gm: fx.GraphModule,
+    inputs: Iterable[Any],
+    seen: Callable[[fx.Node, Any], bool],
+    read: Callable[[Weight], Tensor],
+) -> None:
+    """Runs a graph until `seen`, which is given each node and its value, returns False. That of a weight is None: its
+    values are read where they are used."""
     given = iter(inputs)
     values: dict[fx.Node, Any] = {}
     last: dict[fx.Node, fx.Node] = {}
@@ -212,11 +228,13 @@ def run(gm: fx.GraphModule, inputs: Iterable[Any], seen: Callable[[fx.Node, Any]
         if node.op == "placeholder":
             values[node] = next(given)
         elif node.op == "get_attr":
-            found = node.meta["weight"].tensor if is_weight(node) else operator.attrgetter(str(node.target))(gm)
-            values[node] = found
+            values[node] = None if is_weight(node) else operator.attrgetter(str(node.target))(gm)
         else:
-            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = map_arg(
+                (node.args, node.kwargs), lambda n: read(n.meta["weight"]) if is_weight(n) else values[n]
+            )
             values[node] = plain(node.target)(*args, **kwargs)
+            del args, kwargs
         if not seen(node, values[node]):
             return
         for source in node.all_input_nodes:

@@ -81,7 +81,7 @@ class GraphPool:
     @property
     def holds_memory(self) -> bool:
         """Whether `make_room` would free any."""
-        return bool(self._entries) or any(len(banks) and not banks.vacant for banks in self.spare)
+        return bool(self._entries) or any(banks.held for banks in self.spare)
 
     @property
     def size(self) -> int:

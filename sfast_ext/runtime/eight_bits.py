@@ -118,7 +118,7 @@ class EightBits:
         return {
             "layers": max(used, default=0),
             "kept": [list(each) for each in latest.listed()] if latest is not None else [],
-            "bytes": 0 if banks.vacant else banks.bytes,
+            "bytes": banks.held,
             "reason": None if reason is None else reason.as_dict(),
         }
 

@@ -36,6 +36,7 @@ from sfast_ext.plans.payback import SPECULATION_BACKOFF, CaptureBackoff, Specula
 from sfast_ext.plans.plan import Plan
 from sfast_ext.reasons import Reason
 from sfast_ext.report import current, words_of
+from sfast_ext.runtime import residency
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, StateChanges
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged
@@ -205,7 +206,7 @@ class PlanFinder:
         elif plan.edits and not distinct(args, kwargs):
             raise NotOurs(reasons.SAME_LIST())
         if not speculate:
-            self._sync()
+            self._sync(plan)
         state = state_of(plan, key_confirmed, not speculate)
         return Lookup(call, key, plan, key_confirmed, not speculate, compared, state)
 
@@ -238,7 +239,7 @@ class PlanFinder:
         if not lookup.weights_confirmed:
             valid = False
             try:
-                valid = not self._sync()
+                valid = not self._sync(lookup.plan)
             finally:
                 # also if it raises
                 if not valid:
@@ -277,9 +278,9 @@ class PlanFinder:
         waits = self.speculation.weights
         return not waits.price or not waits.waits()
 
-    def _sync(self) -> int:
+    def _sync(self, plan: Plan | None) -> int:
         current.stage = "weights"
-        copied = self._context.arena.sync()
+        copied = residency.sync(self._context, plan)
         if copied:
             self._context.report.count("weights_copied", copied)
         return copied

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sfast_ext.weights.staging import in_memory_order
+from sfast_ext.weights.staging import in_memory_order, is_dense
 
 COLUMNS = 127
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -42,6 +42,11 @@ class Digests:
         ends = torch.tensor(self._lengths).cumsum(0) - 1
         until = [0, *differing[ends.to(differing.device)].tolist()]
         return [is_there and a == b for is_there, a, b in zip(there, until, until[1:])]
+
+
+def digest_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The digest of a tensor, on its device. If it is not dense, that of its elements."""
+    return torch.cat(_parts(tensor if is_dense(tensor) else tensor.contiguous()))
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
