@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from sfast_ext import environment, reasons
@@ -266,6 +267,26 @@ class Accelerator:
         """
         with self._model.lock:
             return self._model.arena.fetch()
+
+    @contextlib.contextmanager
+    def keeping_aside(self, device: torch.device) -> Iterator[None]:
+        """While the host moves the module to the GPU: weights of which plans read 8-bit integers alone stay in system
+        memory. If another forward is in the module's place, it may read them, and they come."""
+        resident = self.arena.resident
+        stays = self.installed() and self.config.enabled and self.config.eight_bits
+        if not (stays and resident.banks and resident.device == device and not self.parts):
+            yield
+            return
+        with resident.hidden():
+            yield
+
+    def on_gpu(self, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Within, the weights of a layer are on the GPU, if they are set aside and the rest of the module is there. For
+        a host that changes them, which takes too long in system memory."""
+        resident = self.arena.resident
+        if not resident or not resident.out(self._context.device()):
+            return contextlib.nullcontext()
+        return resident.lent(layer)
 
     def forget_plans(self, reason: str | None, *, at_once: bool = True) -> None:
         """Drop all plans.

@@ -273,6 +273,25 @@ class Resident:
                     if isinstance(now, torch.Tensor) and not now.numel():
                         set_data(now, source)
 
+    @contextlib.contextmanager
+    def lent(self, module: nn.Module) -> Iterator[None]:
+        """Within, the parameters of one layer that are in system memory are on the GPU, for a host that changes them
+        there. Afterwards their values are where they were."""
+        mine = set(map(id, module._parameters.values()))
+        lent = [(value, live_tensor(value)) for value in self._elsewhere() if id(value) in mine]
+        with torch.inference_mode(False), torch.no_grad():
+            for value, there in zip([value for value, _ in lent], self._on_gpu([source for _, source in lent])):
+                set_data(value, there)
+        try:
+            yield
+        finally:
+            with torch.inference_mode(False), torch.no_grad():
+                for value, source in lent:
+                    if value.is_cuda and value.shape == source.shape and value.dtype == source.dtype:
+                        # what the host wrote counts as a change of the parameter, which its version shows
+                        source.copy_(live_tensor(value))
+                        set_data(value, source)
+
     def places_in(self, root: nn.Module) -> dict[str, list[WeightSlot]] | None:
         """Where another module has parameters of the same paths, shapes and dtypes; None if it has not all of them."""
         places = places_of(root)

@@ -15,9 +15,10 @@ from torch import nn
 
 from sfast_ext import Config
 from sfast_ext.kernels.backend import health
-from sfast_ext.kernels.eight_bits import linear8
+from sfast_ext.kernels.eight_bits import linear8, quantise_weights
 from sfast_ext.plans.graph_pool import MB, pool_of
 from sfast_ext.runtime import plan_builder, verify
+from sfast_ext.weights import resident as weights_resident
 
 from .eight_bits import LAYERS, Net, On, changed, net
 
@@ -196,7 +197,19 @@ def test_memory_that_others_need(card: Card) -> None:
     assert on.status()["bytes"] and on.count("captures") == 1
 
 
-def test_a_card_that_has_no_room_for_both(card: Card) -> None:
+def test_a_card_that_has_no_room_for_both(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_resident, "BATCH_BYTES", 1 << 14)
+    real = quantise_weights.launch.function
+
+    def as_a_kernel(*operands: Any) -> Any:
+        # which needs no memory
+        capacity, card.capacity = card.capacity, 64 * MB
+        try:
+            return real(*operands)
+        finally:
+            card.capacity = capacity
+
+    monkeypatch.setattr(quantise_weights.launch, "function", as_a_kernel)
     size = sum(p.nbytes for p in net().parameters())
     on = On(replace(CARD, cuda_graphs=False), "cuda")
     for _ in range(3):

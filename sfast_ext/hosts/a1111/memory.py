@@ -109,6 +109,7 @@ class A1111Memory:
     def _make_room(self, needed: float) -> None:
         # the weights that plans read are the model's own, except with --medvram and --lowvram
         givers = (
+            lambda: graph_pool.make_room(self._report, _WHY, banks=False),
             lambda: graph_pool.make_room(self._report, _WHY),
             self._accelerated_vaes.give_memory_back,
             self._attachment.give_memory_back,
