@@ -55,7 +55,8 @@ class Host:
             noise = self.unet(torch.cat([latent, latent]), t, given)
             without, with_prompt = noise.chunk(2)
             latent = latent - STRIDE * (without + GUIDANCE * (with_prompt - without))
-        self.unet_mb = held_mb(self.parts.unet)
+        if isinstance(self.parts.unet, nn.Module):
+            self.unet_mb = held_mb(self.parts.unet)
         at("the VAE")
         self.decode(latent / SCALE)
         at("the end")
