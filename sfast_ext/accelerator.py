@@ -176,6 +176,7 @@ class Accelerator:
         Args:
             parts: (name for the report, submodule). No submodule may contain another.
         """
+        self.bring_weights_back()
         with self._model.lock:
             known = {id(part.module): part for part in self.parts}
             for name, module in parts:
@@ -311,10 +312,27 @@ class Accelerator:
         if not self.restores_for_saving:
             return
         try:
+            # a copy has its weights on one device, as the module would have
+            self._context.bring_back()
             self.arena.restore_layout_temporarily()
+        except torch.cuda.OutOfMemoryError as exc:
+            self.report.event("weights", f"they are saved where they are: {exc}")
         except WeightsInUse as exc:
             # the values are right, and some libraries accept any strides
             self.report.event("weights", f"they are saved as they lie: {exc}")
+
+    def before_forward(self) -> None:
+        """If another forward is in the module's place, it reads the weights that are set aside."""
+        if not self.installed():
+            self.bring_weights_back()
+
+    def bring_weights_back(self) -> None:
+        """Free weights in 8 bits whose half-precision values are in system memory, and move those to the GPU, if the
+        module is there. Raises nothing: the error of a forward that finds them elsewhere says more."""
+        try:
+            residency.give_back(self._context)
+        except (torch.cuda.OutOfMemoryError, WeightsInUse) as exc:
+            self.report.error("moving weights to the GPU", exc)
 
     def status(self) -> dict[str, Any]:
         """The state of this accelerator, for the status page."""

@@ -158,6 +158,8 @@ class CallServer:
         # before the trace and the state, which would take it for what the forward does; what fails is met again below
         with contextlib.suppress(WeightsAway, torch.cuda.OutOfMemoryError):
             self._context.bring_back()
+        if build and lookup.key.eight_bits and residency.wanted(self._context, lookup.key.device):
+            self._context.slot.watch()
         # a recorded run takes longer, and its time would be the original's
         trace = self._builder.live_trace(lookup) if build and not rare else None
         state = self._state() if build else None

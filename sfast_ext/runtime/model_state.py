@@ -31,6 +31,10 @@ class HasPlans(Protocol):
     def plans(self) -> OrderedDict[PlanKey, Plan]:
         """All plans by key."""
 
+    @property
+    def module(self) -> nn.Module:
+        """What it accelerates."""
+
     def forget_plans(self, reason: str | None, *, at_once: bool = True) -> None:
         """Drop all plans."""
 
@@ -54,6 +58,7 @@ class ModelState(Generic[A]):
         arena: the weights of the model, used by parts as well.
         eight_bits: what its plans with 8-bit integers have in common.
         lock: held while plans are added or removed.
+        small: a device, and whether it is small for the model, see `residency.is_small`; None: not known yet.
         builds_in: the thread that builds a plan of this model; None: none does.
         build_lock: held by the thread that builds a plan. One plan is built at a time, of all models: torch's modes for
             recording are one stack for all threads, and builds are timed.
@@ -66,6 +71,7 @@ class ModelState(Generic[A]):
         self.arena = WeightArena(module, self.turn)
         self.eight_bits = EightBits()
         self.builds_in: int | None = None
+        self.small: tuple[torch.device, bool] | None = None
         self.build_lock = _BUILDING
 
     def turn(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -172,7 +172,7 @@ class PlanFinder:
             # what it returned may have no hash
             current.stage = "key of the host"
         key = PlanKey(call.signature, behaviour, host, device)
-        if self._context.config.eight_bits and self._context.model.eight_bits.reason is None:
+        if self._context.config.eight_bits and self._may_use_eight_bits(device):
             key = key._replace(eight_bits=True)
         plan = self._cache.plans.get(key)
         if plan is None and self._roles.open_changed(call):
@@ -209,6 +209,13 @@ class PlanFinder:
             self._sync(plan)
         state = state_of(plan, key_confirmed, not speculate)
         return Lookup(call, key, plan, key_confirmed, not speculate, compared, state)
+
+    def _may_use_eight_bits(self, device: torch.device) -> bool:
+        context = self._context
+        if context.model.eight_bits.reason is not None:
+            return False
+        # those of a part are a second copy, for which a small card has no room
+        return not context.is_part or not residency.is_small(context, device)
 
     def _wait_for_rest(self, signature: Signature, key: PlanKey) -> None:
         """There is no plan of a call. Raises NotOurs if none is to be built yet."""

@@ -28,17 +28,28 @@ SMALL = 2.0
 
 def wanted(context: ModuleContext, device: torch.device) -> bool:
     """Whether a plan with 8 bits that is made now leaves the half-precision weights in system memory."""
-    resident, config = context.arena.resident, context.config
     if device.type != "cuda" or context.is_part or context.parts:
         return False
-    if resident.banks:
+    if context.arena.resident.banks:
         return True
-    size = sum(p.nbytes for p in context.module.parameters())
-    small = config.resident
-    if small is None:
-        small = torch.cuda.get_device_properties(device).total_memory < SMALL * size
     room = context.hooks.system_memory
-    return small and (room is None or room(size))
+    return is_small(context, device) and (room is None or room(_bytes(context)))
+
+
+def is_small(context: ModuleContext, device: torch.device) -> bool:
+    """Whether a card is small for the whole model. Then no plan of it makes a second copy of weights."""
+    model, asked = context.model, context.config.resident
+    if asked is not None or device.type != "cuda":
+        return bool(asked)
+    if model.small is None or model.small[0] != device:
+        total = torch.cuda.get_device_properties(device).total_memory
+        model.small = device, total < SMALL * _bytes(context)
+    return bool(model.small[1])
+
+
+def _bytes(context: ModuleContext) -> int:
+    """What the weights of the whole model take."""
+    return sum(p.nbytes for p in context.model.whole.module.parameters())
 
 
 def sync(context: ModuleContext, plan: Plan | None) -> int:

@@ -153,3 +153,95 @@ def test_the_unet_stays_in_8_bits(on: Running) -> None:
     print(on.session.report.as_dict()["events"], on.session.report.as_dict()["counters"])
     assert on.accelerator.status()["eight_bits"]["layers"] > 5
     assert on.away and on.counter("errors") == 0
+
+
+def net(name: str, multiplier: float = 1.0, layers: tuple[str, ...] | None = None) -> Any:
+    found = SimpleNamespace(name=name, te_multiplier=1.0, unet_multiplier=multiplier, dyn_dim=None)
+    if layers is not None:
+        found.modules = dict.fromkeys(layers)
+    return found
+
+
+BOTH = pytest.mark.parametrize("on", [(MEDVRAM, 1.9), (NONE, 1.9)], indirect=True)
+
+
+@BOTH
+def test_a_lora_is_applied_on_the_gpu_and_followed_at_its_step(on: Running) -> None:
+    on.picture(12)
+    seen, apply = [], on.host.networks.network_apply_weights
+
+    def applied(layer: nn.Module) -> None:
+        if isinstance(layer, nn.Linear):
+            seen.append(layer.weight.device.type)
+        apply(layer)
+
+    on.host.networks.network_apply_weights = applied
+    for networks in ((net("a", 3.0),), (net("a", 3.0), net("b", -2.0)), (), (net("b", 4.0),)):
+        seen.clear()
+        assert on.picture(2, networks) < 0.2
+        assert not networks or set(seen) == {"cuda"}
+        assert on.picture(2, networks) < 0.2
+    assert on.away and on.counter("errors") == 0 and on.counter("captures") == 1
+
+
+@BOTH
+def test_layers_that_a_lora_does_not_change_stay_where_they_are(on: Running) -> None:
+    on.picture(14)
+    seen, apply = [], on.host.networks.network_apply_weights
+
+    def applied(layer: nn.Module) -> None:
+        if isinstance(layer, nn.Linear):
+            seen.append(layer.weight.device.type)
+        apply(layer)
+
+    on.host.networks.network_apply_weights = applied
+    on.host.networks.loaded_networks = [net("a", 0.0, ("no_such_layer",))]
+    assert on.picture(2, (net("a", 0.0, ("no_such_layer",)),)) < 0.06
+    assert seen.count("cpu") > 5
+
+
+@BOTH
+def test_another_forward_over_the_unet_gets_its_weights(on: Running) -> None:
+    on.picture(4)
+    unet, original = on.unet, on.unet.forward
+    plain = type(unet).forward
+    unet.forward = lambda *args, **kwargs: plain(unet, *args, **kwargs)
+    assert on.picture(3) < 0.02
+    unet.forward = original
+    for _ in range(2):
+        assert on.picture(3) < 0.06
+    assert on.away and on.counter("errors") == 0
+
+
+@BOTH
+def test_off_and_on_by_the_setting(on: Running) -> None:
+    for _ in range(2):
+        assert on.picture(4) < 0.06
+        on.host.opts.data["sfast_eight_bits"] = False
+        assert on.picture(4) < 0.02 and on.accelerator.status()["eight_bits"]["bytes"] == 0
+        assert on.flag != NONE or not on.away
+        on.host.opts.data["sfast_eight_bits"] = True
+        assert on.picture(4) < 0.06 and on.counter("errors") == 0
+    on.host.opts.data["sfast_enabled"] = False
+    assert on.picture(4) < 1e-3
+
+
+@BOTH
+def test_another_checkpoint(on: Running) -> None:
+    on.picture(4)
+    on.load(2)
+    gc.collect()
+    for _ in range(3):
+        assert on.picture(4) < 0.06
+    assert on.counter("errors") == 0 and on.away
+
+
+@BOTH
+def test_what_is_resident_is_about_half(on: Running) -> None:
+    for _ in range(2):
+        on.picture(3)
+    status = on.accelerator.status()["weights"]
+    assert on.session.report.counter("out_of_memory") == 0
+    weights = [m.weight for m in on.unet.modules() if isinstance(m, nn.Linear)]
+    there = sum(weight.numel() for weight in weights if weight.device.type == "cpu")
+    assert there and on.flag != NONE or 0.9 * there < status["eight_bits_bytes"] < 1.4 * there
