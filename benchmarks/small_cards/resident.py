@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from benchmarks.small_cards import table
 from benchmarks.small_cards.run import ROOT, Case, errors, one
 
-PICTURES, STARTING_S, LIMIT_S = 2, 30.0, 62.0
+PICTURES, STARTING_S, LIMIT_S = 2, 30.0, 70.0
 
 
 class Way(NamedTuple):

@@ -245,7 +245,7 @@ class A1111Session(WebUISession):
             if hooks is not None:
                 hooks.new_pass()
         unet = _unet_of(sd_model)
-        self._memory.watch(sd_model, bool(followed) or unet is not None and accelerator_of(unet) is not None)
+        self._memory.watch(sd_model, bool(followed) or unet is not None and self._unets.holds(unet))
 
     def host_version(self) -> str:
         """The git tag."""
