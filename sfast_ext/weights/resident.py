@@ -24,7 +24,7 @@ from sfast_ext import reasons
 from sfast_ext.weights import host_copies
 from sfast_ext.weights.aside import Aside, state_of
 from sfast_ext.weights.banks import Bank
-from sfast_ext.weights.digest import digest_of
+from sfast_ext.weights.digest import digest_of, digests_of
 from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
 from sfast_ext.weights.staging import Staging
 from sfast_ext.weights.tracked import TrackedWeights
@@ -183,17 +183,18 @@ class Resident:
         """Those whose values are others than their digest says, among all or the next ones in turn."""
         asides = [aside for aside in asides if aside.digest is not None]
         count, left = len(asides), sum(_size(a) for a in asides) if self.audit_all else AUDITED_BYTES
-        for _ in range(count):
-            if left <= 0:
-                break
+        chosen: list[Aside] = []
+        while left > 0 and len(chosen) < count:
             self._turn = (self._turn + 1) % count
-            aside = asides[self._turn]
-            left -= _size(aside)
-            value = aside.checked()
-            now = digest_of(live_tensor(value)).cpu()
-            if aside.digest is None or now.shape != aside.digest.shape or not torch.equal(now, aside.digest):
-                yield aside
+            chosen.append(asides[self._turn])
+            left -= _size(chosen[-1])
         self.audit_all = False
+        with torch.inference_mode(False), torch.no_grad():
+            found = digests_of([live_tensor(aside.checked()) for aside in chosen])
+        for aside, now in zip(chosen, found):
+            was = aside.digest
+            if was is None or now.shape != was.shape or not torch.equal(now, was):
+                yield aside
 
     def bring_back(self) -> int:
         """Move the parameters to the GPU. Returns how many.
