@@ -52,6 +52,9 @@ class Session:
     TESTED: ClassVar[tuple[str, ...]] = ()
     """How the versions begin that it was run in, as `host_version` has them, up to the end of a number or of a commit's
     short name. Others are served as well."""
+    FOLLOWS_RESIDENCE: ClassVar[bool] = False
+    """Whether half-precision weights may stay in system memory on small cards: the adapter lets the host move the rest
+    of the model, and change weights, see `Accelerator.keeping_aside` and `on_gpu`."""
     running: ClassVar[Session | None] = None
     """The session of the loaded scripts. Each adapter's class has its own."""
 
@@ -211,7 +214,9 @@ class Session:
         from modules import shared
 
         self._follow_log_level()
-        config = settings.config_from(shared.opts, self.report)
+        config = dataclasses.replace(
+            settings.config_from(shared.opts, self.report), resident=None if self.FOLLOWS_RESIDENCE else False
+        )
         if config.check == "never" and not self.is_tested():
             # what nobody has seen is served as far as it is seen to work
             return dataclasses.replace(config, check="first")

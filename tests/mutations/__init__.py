@@ -60,6 +60,7 @@ def every() -> list[Mutation]:
         proof,
         quantised,
         recorded,
+        resident,
         states,
         values,
         weights,
@@ -82,4 +83,5 @@ def every() -> list[Mutation]:
         *files.MUTATIONS,
         *hosts.MUTATIONS,
         *eight_bits.MUTATIONS,
+        *resident.MUTATIONS,
     ]

@@ -245,3 +245,24 @@ def test_copies_have_their_weights_on_one_device(card: Card) -> None:
         assert away(on)
     assert {value.device.type for value in on.ours.state_dict().values()} == {"cuda"}
     assert on.error() < 0.05
+
+
+class Tied(Net):
+    """One weight is read by a layer that is fit for 8 bits, and by code that is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x + self.blocks[0].to_out.weight.sum(0) + self.blocks[1].to_q.weight[0])
+
+
+def test_a_weight_that_is_read_elsewhere_as_well_stays(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.eight_bits.Net", Tied)
+    on = started()
+    assert away(on) == len(halves(on.ours)) - 2
+    assert on.ours.blocks[0].to_out.weight.is_cuda and on.ours.blocks[1].to_q.weight.is_cuda
+    for change in (lambda m: m.blocks[0].to_out.weight.mul_(-3), lambda m: m.blocks[1].to_q.weight.data.mul_(-3)):
+        on.both(change)
+        assert on.error() < 0.05
+    assert on.count("errors") == 0 and on.plan.resident

@@ -198,6 +198,7 @@ class A1111Session(WebUISession):
     """The extension in one run of the WebUI's scripts; see `Session`."""
 
     HOST = "AUTOMATIC1111 WebUI"
+    FOLLOWS_RESIDENCE = True
     PROBES = probes.PROBES
     TESTED = ("v1.10.0", "v1.10.1", "1.10.0", "1.10.1")
 
