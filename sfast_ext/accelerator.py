@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -229,12 +229,8 @@ class Accelerator:
             self._released = True
             with contextlib.ExitStack() as steps:
                 # runs them in reverse order, all of them even if one raises
-                back = (self._context.bring_back, self._context.forget_aside)
-                steps_in_reverse = (
-                    self._finder.keys.clear, self.arena.release, *reversed(back), self._clear,
-                    self._context.slot.release,
-                )  # fmt: skip
-                for step in steps_in_reverse:
+                slot, forget = self._context.slot, self._context.forget_aside
+                for step in (self._finder.keys.clear, self.arena.release, forget, self._clear, slot.release):
                     steps.callback(step)
                 self._release_parts()
 
@@ -269,25 +265,16 @@ class Accelerator:
         with self._model.lock:
             return self._model.arena.fetch()
 
-    @contextlib.contextmanager
-    def keeping_aside(self, device: torch.device) -> Iterator[None]:
+    def keeping_aside(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """While the host moves the module to the GPU: weights of which plans read 8-bit integers alone stay in system
         memory. If another forward is in the module's place, it may read them, and they come."""
-        resident = self.arena.resident
-        stays = self.installed() and self.config.enabled and self.config.eight_bits
-        if not (stays and resident.banks and resident.device == device and not self.parts):
-            yield
-            return
-        with resident.hidden():
-            yield
+        stays = self.installed() and not self.parts and self.config.enabled and self.config.eight_bits
+        return residency.hidden(self._context, device) if stays else contextlib.nullcontext()
 
     def on_gpu(self, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Within, the weights of a layer are on the GPU, if they are set aside and the rest of the module is there. For
-        a host that changes them, which takes too long in system memory."""
-        resident = self.arena.resident
-        if not resident or not resident.out(self._context.device()):
-            return contextlib.nullcontext()
-        return resident.lent(layer)
+        """Within, the weights of a layer that are set aside are on the GPU, if the rest of the module is. For a host
+        that changes them, which takes too long in system memory."""
+        return residency.lent(self._context, layer)
 
     def forget_plans(self, reason: str | None, *, at_once: bool = True) -> None:
         """Drop all plans.

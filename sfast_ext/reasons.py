@@ -261,6 +261,8 @@ EIGHT_BITS_KERNEL_FAILED = Kind("eight-bits", "8 bits are not used: a kernel for
 EIGHT_BITS_LAYERS = Kind("eight-bits", "8 bits are not used: at this size no layer in half precision is fit for them")
 EIGHT_BITS_VALUES = Kind("eight-bits", "8 bits are not used: values of this call are not finite")
 EIGHT_BITS_ROOM = Kind("eight-bits", "8 bits are not used: the GPU has too little memory for a second copy of weights")
+FITS_CARD = Kind("eight-bits", "{} fits this card in 8 bits, and need not be moved for each image",
+    "choose the preset '8 bits (faster, details change)'")
 BROUGHT_BACK = Kind("eight-bits", "{} half-precision weights are back on the GPU, as the original forward reads them")
 EIGHT_BITS_REFUSED = Kind("eight-bits", "8 bits are not used: {}")
 EIGHT_BITS_FAILED = Kind("eight-bits", "8 bits are not used: no plan could be built: {}: {}")

@@ -53,8 +53,7 @@ class Session:
     """How the versions begin that it was run in, as `host_version` has them, up to the end of a number or of a commit's
     short name. Others are served as well."""
     FOLLOWS_RESIDENCE: ClassVar[bool] = False
-    """Whether half-precision weights may stay in system memory on small cards: the adapter lets the host move the rest
-    of the model, and change weights, see `Accelerator.keeping_aside` and `on_gpu`."""
+    """Whether half-precision weights may stay in system memory, see `Accelerator.keeping_aside` and `on_gpu`."""
     running: ClassVar[Session | None] = None
     """The session of the loaded scripts. Each adapter's class has its own."""
 
@@ -70,7 +69,7 @@ class Session:
         self.installation = Installation(self.found, self.report.error)
         self.script: type | None = None
         """What `request_script` has made."""
-        self.eight_bits = EightBits(self.report, self.model_name)
+        self.eight_bits = EightBits(self.report, self.model_name, self.loaded if self.FOLLOWS_RESIDENCE else None)
         self._log_level: int | None = None
         self._described: tuple[bool, dict[str, Any], Reason | None] | None = None
 
@@ -214,9 +213,8 @@ class Session:
         from modules import shared
 
         self._follow_log_level()
-        config = dataclasses.replace(
-            settings.config_from(shared.opts, self.report), resident=None if self.FOLLOWS_RESIDENCE else False
-        )
+        resident = None if self.FOLLOWS_RESIDENCE else False
+        config = dataclasses.replace(settings.config_from(shared.opts, self.report), resident=resident)
         if config.check == "never" and not self.is_tested():
             # what nobody has seen is served as far as it is seen to work
             return dataclasses.replace(config, check="first")

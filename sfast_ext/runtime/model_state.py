@@ -164,9 +164,12 @@ class ModuleContext:
                     return forward(*args, **kwargs)
 
     def forget_aside(self) -> None:
-        """No plan is left that needs weights to be set aside."""
+        """No plan is left that needs weights to be set aside: they come back."""
         if not self.is_part:
-            self.arena.resident.forget()
+            try:
+                self.bring_back()
+            finally:
+                self.arena.resident.forget()
 
     def bring_back(self) -> None:
         """Move weights that were set aside to the GPU, if the module is there; see `weights.resident`. What plans can

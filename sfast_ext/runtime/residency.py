@@ -13,17 +13,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from sfast_ext import reasons
+from sfast_ext.eight_bits import SMALL
 from sfast_ext.kernels.eight_bits import quantise_weights
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.plan import Plan
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.weights.weight import WeightsAway, WeightsInUse
-
-SMALL = 2.0
-"""A card is small for a model if its memory is less than so many times that of the model's weights. SDXL's UNet takes
-4.8 GiB: cards of 8 GB are small for it, those of 10 GB are not."""
 
 
 def wanted(context: ModuleContext, device: torch.device) -> bool:
@@ -138,6 +136,18 @@ def give_back(context: ModuleContext) -> None:
         for bank in resident.banks:
             bank.vacate()
     context.bring_back()
+
+
+def hidden(context: ModuleContext, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """See `Resident.hidden`, while the host moves the module to a device."""
+    resident = context.arena.resident
+    return resident.hidden() if resident.device == device and resident.banks else contextlib.nullcontext()
+
+
+def lent(context: ModuleContext, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """See `Resident.lent`."""
+    resident = context.arena.resident
+    return resident.lent(layer) if resident and resident.out(context.device()) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
