@@ -46,6 +46,9 @@ def test_half_precision_weights_leave_the_gpu_and_are_followed(pair: Pair) -> No
             for name, parameter in unet.named_parameters():
                 if "transformer_blocks" in name and parameter.dim() == 2:
                     (parameter.data if step == 3 else parameter)[step::3] *= -0.5
+        if step == 3:
+            # torch does not count that write, and more than `AUDITED_BYTES` may have changed
+            pair.acc.new_generation()
         assert pair.error() < 2 * before
     for _ in range(12):
         assert pair.error() < 2 * before
