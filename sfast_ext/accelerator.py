@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from sfast_ext import environment, reasons
@@ -25,6 +26,7 @@ from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.payback import CaptureBackoff
 from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
+from sfast_ext.runtime import residency
 from sfast_ext.runtime.call_server import CallServer, building
 from sfast_ext.runtime.failures import Failures
 from sfast_ext.runtime.model_state import ModelState, ModuleContext
@@ -143,6 +145,8 @@ class Accelerator:
                 self._runner.reject_inaccurate()
             for part in self.parts:
                 part.configure(config)
+            if not (config.enabled and config.eight_bits):
+                residency.give_back(self._context)
             if self.whole is None and (was.tolerance, was.check) != (config.tolerance, config.check):
                 plans = (plan for each in self._model.accelerators() for plan in each.plans.values())
                 self._model.eight_bits.reconsider(selected=any(plan.banks for plan in plans))
@@ -156,6 +160,7 @@ class Accelerator:
         if self.whole is None:
             self.report.new_generation()
             self._model.eight_bits.new_generation()
+            self.arena.resident.audit_all = True
         self._server.new_generation()
         self._cache.new_generation()
         self._backoff.new_generation()
@@ -172,6 +177,7 @@ class Accelerator:
         Args:
             parts: (name for the report, submodule). No submodule may contain another.
         """
+        self.bring_weights_back()
         with self._model.lock:
             known = {id(part.module): part for part in self.parts}
             for name, module in parts:
@@ -224,7 +230,8 @@ class Accelerator:
             self._released = True
             with contextlib.ExitStack() as steps:
                 # runs them in reverse order, all of them even if one raises
-                for step in (self._finder.keys.clear, self.arena.release, self._clear, self._context.slot.release):
+                slot, forget = self._context.slot, self._context.forget_aside
+                for step in (self._finder.keys.clear, self.arena.release, forget, self._clear, slot.release):
                     steps.callback(step)
                 self._release_parts()
 
@@ -259,6 +266,17 @@ class Accelerator:
         with self._model.lock:
             return self._model.arena.fetch()
 
+    def keeping_aside(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """While the host moves the module to the GPU: weights of which plans read 8-bit integers alone stay in system
+        memory. If another forward is in the module's place, it may read them, and they come."""
+        stays = self.installed() and not self.parts and self.config.enabled and self.config.eight_bits
+        return residency.hidden(self._context, device) if stays else contextlib.nullcontext()
+
+    def on_gpu(self, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Within, the weights of a layer that are set aside are on the GPU, if the rest of the module is. For a host
+        that changes them, which takes too long in system memory."""
+        return residency.lent(self._context, layer)
+
     def forget_plans(self, reason: str | None, *, at_once: bool = True) -> None:
         """Drop all plans.
 
@@ -275,15 +293,36 @@ class Accelerator:
             self._builder.forget()
             self._cache.clear(reason)
 
+    def drop_plan(self, key: PlanKey) -> None:
+        """Drop one plan. Its call builds another."""
+        self._cache.drop(key)
+
     def before_saving(self) -> None:
         """Restore the original layout of the parameters: libraries that save weights refuse other strides."""
         if not self.restores_for_saving:
             return
         try:
+            # a copy has its weights on one device, as the module would have
+            self._context.bring_back()
             self.arena.restore_layout_temporarily()
+        except torch.cuda.OutOfMemoryError as exc:
+            self.report.event("weights", f"they are saved where they are: {exc}")
         except WeightsInUse as exc:
             # the values are right, and some libraries accept any strides
             self.report.event("weights", f"they are saved as they lie: {exc}")
+
+    def before_forward(self) -> None:
+        """If another forward is in the module's place, it reads the weights that are set aside."""
+        if not self.installed():
+            self.bring_weights_back()
+
+    def bring_weights_back(self) -> None:
+        """Free weights in 8 bits whose half-precision values are in system memory, and move those to the GPU, if the
+        module is there. Raises nothing: the error of a forward that finds them elsewhere says more."""
+        try:
+            residency.give_back(self._context)
+        except (torch.cuda.OutOfMemoryError, WeightsInUse) as exc:
+            self.report.error("moving weights to the GPU", exc)
 
     def status(self) -> dict[str, Any]:
         """The state of this accelerator, for the status page."""

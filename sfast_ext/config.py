@@ -51,6 +51,9 @@ class Config:
     eight_bits: bool = False
     """Compute linear layers and 3x3 convolutions with 8-bit integers, those excepted whose error is large. The
     image differs in details."""
+    resident: bool | None = None
+    """With `eight_bits`, the half-precision weights of the layers that are computed so stay in system memory; None: if
+    the GPU has less memory than twice what all weights take."""
     check: str = "first"
     """When a plan is compared with the original forward: "first" use, "always", "never"."""
     tolerance: float = 0.02
@@ -88,5 +91,5 @@ class Config:
         """Whether a plan built under one is the plan that the other would build."""
         return self._built_of() == other._built_of()
 
-    def _built_of(self) -> tuple[bool, ...]:
-        return self.triton, self.faster_sums, self.eight_bits, self.rare_calls
+    def _built_of(self) -> tuple[bool | None, ...]:
+        return self.triton, self.faster_sums, self.eight_bits, self.resident, self.rare_calls

@@ -13,6 +13,13 @@ from sfast_ext import cache_folder, environment, host_gpu, last_start, reasons
 from sfast_ext.kernels.eight_bits import MIN_CAPABILITY
 from sfast_ext.reasons import Reason
 
+SDXL_BYTES = 5_135_000_000
+"""Of SDXL's UNet in half precision."""
+SMALL = 2.0
+"""A card is small for a model if its memory is less than so many times that of the model's weights. SDXL's UNet takes
+4.8 GiB: cards of 8 GB are small for it, those of 10 GB are not."""
+RESIDENT, WORKSPACE = 0.65, 3 << 29
+"""What is left of SDXL's weights on the GPU, and bytes that the driver and a forward need next to them."""
 NONE: dict[str, Any] = {"layers": 0, "kept": [], "bytes": 0}
 _FILE = "eight_bits.json"
 
@@ -33,6 +40,18 @@ def refusal_of(device: torch.device) -> Reason | None:
     if not nvrtc.supported(device):
         return reasons.NVRTC_FOR_EIGHT_BITS(reasons.Detail(nvrtc.unsupported(device) or "it does not load"))
     return None
+
+
+def fits(total: int, weights: int = SDXL_BYTES, name: str = "SDXL") -> Reason | None:
+    """What is to be told of a card for which 8 bits change what is possible; None if they do not.
+
+    Args:
+        total: bytes of its memory.
+        weights: bytes of the model's UNet in half precision.
+        name: of the model.
+    """
+    small = RESIDENT * weights + WORKSPACE <= total < SMALL * weights
+    return reasons.FITS_CARD(name) if small else None
 
 
 def summary(accelerators: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -44,6 +44,9 @@ class Hooks:
     or why the call must be bypassed. The original forward gets all of them."""
     consumed: frozenset[str] = frozenset()
     """Keyword arguments whose lists and dicts the forward empties. Each run of the original gets copies of these."""
+    system_memory: Callable[[int], bool] | None = None
+    """Whether system memory has room for weights of so many bytes that the host has on the GPU, see
+    `Config.resident`."""
     scratch: frozenset[str] = frozenset()
     """Names of keyword arguments in which the forward notes where it is, for functions that it calls, and which nobody
     reads after the call. What it changes in them is not repeated."""

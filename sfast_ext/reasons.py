@@ -272,6 +272,9 @@ EIGHT_BITS_INACCURATE = Kind("eight-bits",
     "8 bits are not used: they change the result by {:.2g}, and {:g} is allowed")
 EIGHT_BITS_SLOWER_THAN_ORIGINAL = Kind("eight-bits",
     "8 bits are not used: a call takes {:.1f} ms with them, and {:.1f} ms without this extension")
+FITS_CARD = Kind("eight-bits", "{} fits this card in 8 bits, and need not be moved for each image",
+    "choose the preset '8 bits (faster, details change)'")
+BROUGHT_BACK = Kind("eight-bits", "{} half-precision weights are back on the GPU, as the original forward reads them")
 EIGHT_BITS_REFUSED = Kind("eight-bits", "8 bits are not used: {}")
 EIGHT_BITS_FAILED = Kind("eight-bits", "8 bits are not used: this size could not be prepared with them: {}: {}")
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sfast_ext import torch_state
 from sfast_ext.behaviour import surroundings
 from sfast_ext.hosts import gpu_room
+from sfast_ext.passes import eight_bits_selection
 from sfast_ext.plans import plan
 from sfast_ext.runtime import plan_builder
 from sfast_ext.weights import host_order
@@ -375,6 +376,8 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     for name in ("_run_static", "run_eagerly"):
         patch.setattr(plan.Plan, name, _while(card, "in_plan", getattr(plan.Plan, name)))
     patch.setattr(plan, "bind_attributes", _constants_on_the_card(plan.bind_attributes))
+    run = _while(card, "in_plan", eight_bits_selection.run)
+    patch.setattr(eight_bits_selection, "run", _constants_on_the_card(run))
     with card:
         yield card
 
@@ -400,14 +403,14 @@ def _while(card: Card, state: str, function: Callable[..., Any]) -> Callable[...
     return around
 
 
-def _constants_on_the_card(bind: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule], Any]:
-    def around(graph_module: fx.GraphModule) -> Any:
+def _constants_on_the_card(function: Callable[..., Any]) -> Callable[..., Any]:
+    def around(graph_module: fx.GraphModule, *args: Any) -> Any:
         for node in graph_module.graph.nodes:
             if node.op == "get_attr" and not {"weight", "bank"} & node.meta.keys():
                 constant = getattr(graph_module, node.target)
                 for registry in (graph_module._parameters, graph_module._buffers):
                     registry.pop(node.target, None)
                 graph_module.__dict__[node.target] = constant.to(GPU)
-        return bind(graph_module)
+        return function(graph_module, *args)
 
     return around

@@ -97,3 +97,18 @@ def test_a_file_that_is_none_is_none(tmp_path, monkeypatch):
     assert eight_bits.read() is None
     eight_bits.keep({"layers": 7})
     assert eight_bits.read() is None
+
+
+CARDS = [(4, False), (5, True), (6, True), (8, True), (9.5, True), (10, False), (24, False)]
+
+
+@pytest.mark.parametrize(("gib", "told"), CARDS)
+def test_cards_for_which_8_bits_change_what_is_possible(gib, told):
+    found = eight_bits.fits(int(gib * 2**30))
+    assert (found is not None) == told
+    assert not told or "SDXL fits this card in 8 bits" in str(found) and found.code == "eight-bits"
+
+
+@pytest.mark.parametrize(("gib", "told"), [(1, False), (3, True), (4, False), (8, False)])
+def test_smaller_models_on_smaller_cards(gib, told):
+    assert (eight_bits.fits(int(gib * 2**30), 1_720_000_000, "the model") is not None) == told

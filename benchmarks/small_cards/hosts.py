@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.small_cards.parts import SCALE, Conditioner, Parts, conditioning
+from sfast_ext.accelerator import accelerator_of
 
 TESTS = Path(__file__).parents[2] / "tests"
 GUIDANCE, STRIDE = 3.0, 0.05
@@ -37,6 +38,8 @@ class Host:
 
     def __init__(self, parts: Parts, device: torch.device) -> None:
         self.parts, self.device, self.dtype = parts, device, parts.unet.dtype
+        self.unet_mb: float | None = None
+        """What the UNet's weights had of the GPU at the end of the last image's steps, those in 8 bits included."""
 
     @torch.no_grad()
     def picture(self, width: int, height: int, steps: int, at: At) -> torch.Tensor:
@@ -52,6 +55,8 @@ class Host:
             noise = self.unet(torch.cat([latent, latent]), t, given)
             without, with_prompt = noise.chunk(2)
             latent = latent - STRIDE * (without + GUIDANCE * (with_prompt - without))
+        if isinstance(self.parts.unet, nn.Module):
+            self.unet_mb = held_mb(self.parts.unet)
         at("the VAE")
         self.decode(latent / SCALE)
         at("the end")
@@ -94,6 +99,14 @@ class Host:
         """Leave everything as it was."""
 
 
+def held_mb(unet: nn.Module) -> float:
+    """What the weights of a UNet take on the GPU, in MB: each memory once, and those in 8 bits."""
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in unet.parameters() if t.is_cuda}
+    accelerator = accelerator_of(unet)
+    banks = 0 if accelerator is None else accelerator.arena.banks.held
+    return round((sum(held.values()) + banks) / 2**20, 1)
+
+
 class Wrapper(nn.Module):
     """What AUTOMATIC1111 calls and moves: it has the UNet."""
 
@@ -110,9 +123,10 @@ class A1111(Host):
 
     Args:
         ours: whether the extension is there.
+        eight_bits: whether its setting *8 bits* is on.
     """
 
-    def __init__(self, parts: Parts, device: torch.device, mode: str, ours: bool) -> None:
+    def __init__(self, parts: Parts, device: torch.device, mode: str, ours: bool, eight_bits: bool = False) -> None:
         super().__init__(parts, device)
         standin, lowvram = _of_tests("hosts.standins.a1111"), _of_tests("hosts.standins.lowvram")
         self._open = contextlib.ExitStack()
@@ -121,6 +135,7 @@ class A1111(Host):
         host.devices.dtype_unet = self.dtype
         if device.type == "cpu":
             host.opts.data["sfast_allow_cpu"] = True
+        host.opts.data["sfast_eight_bits"] = eight_bits
         self._adapter: Any = None
         if ours:
             from sfast_ext.hosts.a1111 import adapter, memory
@@ -189,9 +204,10 @@ class SDNext(Host):
 
     Args:
         ours: whether the extension is there.
+        eight_bits: whether its setting *8 bits* is on.
     """
 
-    def __init__(self, parts: Parts, device: torch.device, gib: float, ours: bool) -> None:
+    def __init__(self, parts: Parts, device: torch.device, gib: float, ours: bool, eight_bits: bool = False) -> None:
         super().__init__(parts, device)
         sys.path.insert(0, str(TESTS / "hosts" / "standins" / "sdnext_root"))
         from modules import devices, sd_models, sd_offload, shared
@@ -204,6 +220,7 @@ class SDNext(Host):
         opts.diffusers_offload_min_gpu_memory = 0 if gib <= 12 else 0.2
         if device.type == "cpu":
             opts.sfast_allow_cpu = True
+        opts.sfast_eight_bits = eight_bits
         self._adapter: Any = None
         if ours:
             from sfast_ext.hosts.sdnext import adapter
@@ -255,11 +272,13 @@ class SDNext(Host):
             self._adapter.stop()
 
 
-def open_host(parts: Parts, device: torch.device, mode: str, gib: float, ours: bool) -> Host:
+def open_host(
+    parts: Parts, device: torch.device, mode: str, gib: float, ours: bool, eight_bits: bool = False
+) -> Host:
     """The host of a mode."""
     if mode == "balanced":
-        return SDNext(parts, device, gib, ours)
-    return A1111(parts, device, mode, ours)
+        return SDNext(parts, device, gib, ours, eight_bits)
+    return A1111(parts, device, mode, ours, eight_bits)
 
 
 def _of_tests(name: str) -> Any:

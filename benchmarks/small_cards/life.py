@@ -121,6 +121,7 @@ def _picture(host: Host, width: int, height: int, steps: int) -> tuple[Row, Any]
         gc.collect()
         host.end()
     row["reserved_mb"], row["allocated_mb"] = _peaks(gpu)
+    row["unet_mb"] = host.unet_mb
     row["alloc_retries"] = _memory_stat(gpu, "num_alloc_retries") - retries
     row["counted"] = {name: number - counted[name] for name, number in _counted(host).items()}
     if gpu:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,8 +78,21 @@ def sizes(model: str) -> list[tuple[int, int]]:
     return [first, first, other, other, first]
 
 
-def one(case: Case, ours: bool, steps: int, file: Path) -> None:
-    """Live a case in this process, and write what came of it, also where it fails."""
+def one(
+    case: Case,
+    ours: bool,
+    steps: int,
+    file: Path,
+    eight_bits: bool = False,
+    pictures: int = 5,
+    turn: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> None:
+    """Live a case in this process, and write what came of it, also where it fails.
+
+    Args:
+        pictures: only so many.
+        turn: within it the pictures are made.
+    """
     row: dict[str, Any] = {"pictures": []}
 
     def keep(rows: list[life.Row], latents: list[Any]) -> None:
@@ -104,10 +117,11 @@ def one(case: Case, ours: bool, steps: int, file: Path) -> None:
         with contextlib.ExitStack() as stack:
             if gpu:
                 stack.enter_context(small_card(case.card))
-            host = open_host(parts, device, case.mode, case.card, ours)
+            host = open_host(parts, device, case.mode, case.card, ours, eight_bits)
             stack.callback(host.close)
             row["ready_s"] = round(time.perf_counter() - began, 2)
-            life.live(host, sizes(case.model), steps, keep)
+            with turn():
+                life.live(host, sizes(case.model)[:pictures], steps, keep)
             row |= life.told(host)
     except ImportError as exc:
         row["missing"] = f"{type(exc).__name__}: {exc}"

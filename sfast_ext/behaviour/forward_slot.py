@@ -33,6 +33,9 @@ class SlotOwner(Protocol):
     def before_saving(self) -> None:
         """Called before the module's parameters are saved. Raises nothing."""
 
+    def before_forward(self) -> None:
+        """Called before any forward of the module, after `watch`. Raises nothing."""
+
 
 class AcceleratedForward:
     """The object in the slot. It calls its owner, and looks like the forward that it replaces.
@@ -119,6 +122,13 @@ class BeforeSaving:
         return _hook_of_others, ()
 
 
+class BeforeForward(BeforeSaving):
+    """A hook that runs before the forward of the module, whoever put that there."""
+
+    def __call__(self, *_: Any) -> None:
+        self._owner.before_forward()
+
+
 def _no_hook(*_: Any) -> None:
     """Replaces the hook in a copied or loaded module."""
 
@@ -145,6 +155,7 @@ class ForwardSlot:
         self._tells = saving
         self._forward: AcceleratedForward | None = None
         self._previous: Callable[..., Any] | None = None
+        self._watching: Any = None
         self._saving: Any = None
 
     @property
@@ -186,6 +197,12 @@ class ForwardSlot:
             self._saving = self._module.register_state_dict_pre_hook(BeforeSaving(self._owner))
         return last is not self._previous
 
+    def watch(self) -> None:
+        """Tell the owner before each forward of the module, until `release`. The hook is on the root, and so around our
+        forward."""
+        if self._watching is None:
+            self._watching = self._module.register_forward_pre_hook(BeforeForward(self._owner))
+
     def installed(self) -> bool:
         """Whether our object is in one of the slots."""
         attributes = self._module.__dict__
@@ -209,9 +226,10 @@ class ForwardSlot:
             # a wrapper may still call it, even below the next installation
             self._forward.detached = self._previous or functools.partial(_call_class, self._module)
         self._forward = None
-        if self._saving is not None:
-            self._saving.remove()
-            self._saving = None
+        for handle in (self._saving, self._watching):
+            if handle is not None:
+                handle.remove()
+        self._saving = self._watching = None
 
 
 def owner_of(module: nn.Module) -> SlotOwner | None:

@@ -232,6 +232,10 @@ class Attachment:
             accelerator.install()
             return
         # That extension may hold our forward as the original and call it: to install over it would make a cycle.
+        accelerator.bring_weights_back()
+        if not gpu_room.on_gpu(module):
+            # its plans are of no use meanwhile
+            accelerator.give_memory_back()
         self._laid_over = (module, forward_of(module))
         if self._parts is None:
             self._announce(module, _bypassed_by(foreign))

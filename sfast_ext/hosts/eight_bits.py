@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import nn
+
 from sfast_ext import eight_bits
+from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
 from sfast_ext.hosts import reasons
 from sfast_ext.reasons import Private, Reason
@@ -74,10 +79,17 @@ class EightBits:
 
     Args:
         model_name: gives the name of the loaded checkpoint.
+        loaded: gives the accelerator of its UNet; None if half-precision weights never stay in system memory.
     """
 
-    def __init__(self, report: Report, model_name: Callable[[], str | None]) -> None:
-        self._report, self._model_name = report, model_name
+    def __init__(
+        self,
+        report: Report,
+        model_name: Callable[[], str | None],
+        loaded: Callable[[], Accelerator | None] | None = None,
+    ) -> None:
+        self._report, self._model_name, self._loaded = report, model_name, loaded
+        self._size: tuple[weakref.ref[nn.Module], int] | None = None
         # of the last image; None if it is none, or 8 bits were off in it
         self._doubt: Reason | None = None
         self._on = False
@@ -123,6 +135,8 @@ class EightBits:
             if why is not None:
                 return {"on": on, **found, "note": why["text"], "note_parts": [why["text"]], "help": why["code"]}
             note = self._unused() or note
+        if note is None and config.enabled and not on and self._missing is None:
+            note = self._fits()
         if note is not None and not names:
             note = note.anonymous()
         told: dict[str, Any] = {"note": None, "note_parts": [], "help": None}
@@ -133,6 +147,17 @@ class EightBits:
     def _doubt_of_model(self) -> Reason | None:
         name = self._model_name()
         return reasons.FEW_STEP_MODEL(Private(name)) if name is not None and is_for_few_steps(name) else None
+
+    def _fits(self) -> Reason | None:
+        """What is to be told of a card that has room for the loaded model in 8 bits alone."""
+        accelerator = self._loaded() if self._loaded is not None and torch.cuda.is_available() else None
+        if accelerator is None:
+            return None
+        module = accelerator.module
+        if self._size is None or self._size[0]() is not module:
+            self._size = weakref.ref(module), sum(p.nbytes for p in module.parameters())
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return eight_bits.fits(total, self._size[1], "the model")
 
     @functools.cached_property
     def _missing(self) -> Reason | None:

@@ -74,7 +74,8 @@ class Moves:
         if place is not None and place.type == "cuda":
             all_of_them = (*accelerators, *rare)
             for_plans = [functools.partial(fetch_weights, a, place, self._report, self._host) for a in all_of_them]
-            return self.copies.to_gpu(module, place, move, for_plans)
+            with staying(accelerators, place):
+                return self.copies.to_gpu(module, place, move, for_plans)
         result = self.copies.to_cpu(module, move) if str(device) == "cpu" else move()
         if was_there and not gpu_room.on_gpu(module):
             for each in rare:
@@ -159,6 +160,15 @@ class WeightMoves:
 
     def _put_back(self, module: nn.Module) -> None:
         self._report.count("weights_put_back", self._copies.put_back(module))
+
+
+@contextlib.contextmanager
+def staying(accelerators: Iterable[Accelerator], place: torch.device) -> Iterator[None]:
+    """While a host moves modules to the GPU: weights of which plans read 8-bit integers stay in system memory."""
+    with contextlib.ExitStack() as each:
+        for accelerator in accelerators:
+            each.enter_context(accelerator.keeping_aside(place))
+        yield
 
 
 def fetch_weights(accelerator: Accelerator, place: torch.device | None, report: Report, host: str) -> None:

@@ -52,6 +52,8 @@ class Session:
     TESTED: ClassVar[tuple[str, ...]] = ()
     """How the versions begin that it was run in, as `host_version` has them, up to the end of a number or of a commit's
     short name. Others are served as well."""
+    FOLLOWS_RESIDENCE: ClassVar[bool] = False
+    """Whether half-precision weights may stay in system memory, see `Accelerator.keeping_aside` and `on_gpu`."""
     running: ClassVar[Session | None] = None
     """The session of the loaded scripts. Each adapter's class has its own."""
 
@@ -68,7 +70,7 @@ class Session:
         self.installation = Installation(self.found, self.report.error)
         self.script: type | None = None
         """What `request_script` has made."""
-        self.eight_bits = EightBits(self.report, self.model_name)
+        self.eight_bits = EightBits(self.report, self.model_name, self.loaded if self.FOLLOWS_RESIDENCE else None)
         self._log_level: int | None = None
         self._described: tuple[bool, dict[str, Any], Reason | None] | None = None
 
@@ -214,7 +216,8 @@ class Session:
         from modules import shared
 
         self._follow_log_level()
-        config = settings.config_from(shared.opts, self.report)
+        resident = None if self.FOLLOWS_RESIDENCE else False
+        config = dataclasses.replace(settings.config_from(shared.opts, self.report), resident=resident)
         if config.allow_cpu:
             # plans on a CPU are for trying things out, and earn nothing
             config = dataclasses.replace(config, earned=False)

@@ -9,6 +9,9 @@ from pathlib import Path
 RESERVE = 4 << 30
 """Bytes of system memory left free for what the host loads while a model is on the GPU."""
 
+MARGIN = 1 << 30
+"""Bytes of system memory left free next to weights that move there."""
+
 _UNLIMITED = 1 << 62
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUPS = (
@@ -32,6 +35,11 @@ def available_bytes() -> int:
 def has_room() -> bool:
     """Whether weights that are in system memory now may stay there in addition to those on the GPU."""
     return available_bytes() >= RESERVE
+
+
+def has_room_for(size: int) -> bool:
+    """Whether weights of so many bytes that are on the GPU may move to system memory."""
+    return available_bytes() >= size + MARGIN
 
 
 def _container_bytes(limit: str, usage: str, statistics: str, cached: str) -> int:

@@ -32,7 +32,7 @@ from sfast_ext.reasons import Detail, Reason
 
 from . import query_attention
 from .eight_bits_conv_match import conv_candidates
-from .eight_bits_match import Candidate, layer_name, matches
+from .eight_bits_match import Candidate, layer_name, matches, read_by_these_alone
 from .eight_bits_selection import LIMIT, Layer, measured
 from .rewrite import (
     HALF,
@@ -69,7 +69,7 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
 
     `rows` and `scales` are those of the weight's bank, which one quantise_weights.launch at the top brings up to date.
     (q, scale) = quantise_rows.launch(x), or the results of layer_norm8.launch or add_layer_norm8.launch in the place of
-    the norm that writes x, if nothing else reads it.
+    the norm that writes x, if nothing else reads it. If the selection is resident, the arena brings banks up to date.
     """
     selection = ctx.eight_bits
     if selection is None or ctx.most_bytes is not None:
@@ -79,19 +79,25 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.supported(*KERNELS):
         return selection.decline(without_kernels(ctx.device), for_good=True)
     hoist_weights(gm.graph)
-    convolutions = conv_candidates(gm.graph, ctx)
-    fit = matches(gm.graph)
-    found = paying(fit, query_attention.fused_linears(gm.graph, ctx), ctx.device)
-    if fit and not found and not convolutions:
-        return selection.decline(reasons.EIGHT_BITS_NO_GAIN(), elsewhere_too=False)
-    needed = ctx.arena.banks.missing(c.weight for c in found)
-    if selection.room is not None and needed > selection.room:
-        return selection.decline(reasons.EIGHT_BITS_ROOM())
-    layers = [Layer(c.name, c.x, c.weight.tensor) for c in found]
-    layers += [Layer(layer_name(c.weight.path), c.x, c.weight.tensor, c.stride, c.silu) for c in convolutions]
+    resident = selection.resident
+    # the second copy of convolutions would take memory that a small card has not
+    convolutions = [] if resident else conv_candidates(gm.graph, ctx)
+    fit, needed = matches(gm.graph, few_too=resident), 0
+    if resident:
+        found = read_by_these_alone(gm.graph, fit)
+        ctx.arena.set_aside((c.weight for c in found if c.name not in selection.kept), ctx.device)
+    else:
+        found = paying(fit, query_attention.fused_linears(gm.graph, ctx), ctx.device)
+        if fit and not found and not convolutions:
+            return selection.decline(reasons.EIGHT_BITS_NO_GAIN(), elsewhere_too=False)
+        needed = ctx.arena.banks.missing(c.weight for c in found)
+        if selection.room is not None and needed > selection.room:
+            return selection.decline(reasons.EIGHT_BITS_ROOM())
+    layers = [Layer(c.name, c.x, c.weight) for c in found]
+    layers += [Layer(layer_name(c.weight.path), c.x, c.weight, c.stride, c.silu) for c in convolutions]
     layers = [layer for layer in layers if layer.name not in selection.errors]
     if layers:
-        errors = measured(gm, layers, selection.inputs)
+        errors = measured(gm, layers, selection.inputs, ctx.arena.read)
         if 1 < len(errors) < 2 * sum(math.isnan(each.least) for each in errors.values()):
             # the call of a black image says nothing of the layers: a later plan measures them
             return selection.decline(reasons.EIGHT_BITS_VALUES(), elsewhere_too=False)
@@ -104,7 +110,8 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     if selection.room is not None:
         selection.room -= needed
     groups = {c.result: selection.group(c.name, c.norm is None) for c in taken}
-    banks = [ctx.arena.banks.get(c.weight, groups[c.result]) for c in taken]
+    get = ctx.arena.resident.bank if selection.resident else ctx.arena.banks.get
+    banks = [get(c.weight, groups[c.result]) for c in taken]
     weights = bank_nodes(gm, taken, banks)
     readers: dict[fx.Node, list[Candidate]] = defaultdict(list)
     for candidate in taken:
@@ -251,7 +258,12 @@ def bank_nodes(
     for bank in once:
         with graph.inserting_before(place):
             like = argument(readers[id(bank)].node, 1, "weight")
-            held[id(bank)] = [bank_node(gm, bank, i, others + len(held), like) for i in range(3)]
+            # an erased node would keep its bank
+            read = 2 if bank.sources else 3
+            held[id(bank)] = [bank_node(gm, bank, i, others + len(held), like) for i in range(read)]
+    if all(bank.sources for bank in once):
+        # resident: the arena brings them up to date
+        return {(c.weight, bank.group): tuple(held[id(bank)]) for c, bank in zip(taken, banks, strict=True)}  # type: ignore[misc]
     found: dict[tuple[Any, int], tuple[fx.Node, fx.Node]] = {}
     for some in parts(once) if once[0].rows.is_cuda else [once]:
         sources = [argument(readers[id(bank)].node, 1, "weight") for bank in some]

@@ -64,7 +64,7 @@ def eight_bits_conv(gm: fx.GraphModule, ctx: PassContext) -> int:
     What else is added to the convolution is added by its kernel: see `fold`.
     """
     selection = ctx.eight_bits
-    if selection is None or ctx.most_bytes is not None:
+    if selection is None or selection.resident or ctx.most_bytes is not None:
         return 0
     hoist_weights(gm.graph)
     wanted = {name for name in selection.errors if name not in selection.kept}

@@ -76,14 +76,32 @@ class Candidate(NamedTuple):
         return layer_name(self.weight.path)
 
 
-def matches(graph: fx.Graph) -> list[Candidate]:
-    """The products whose input may be quantised where it is written."""
+def matches(graph: fx.Graph, *, few_too: bool = False) -> list[Candidate]:
+    """The products whose input may be quantised where it is written.
+
+    Args:
+        few_too: those of few rows as well: their weights take memory like others.
+    """
     pinned = mutated(graph)
-    found = (match(node, pinned) for node in graph.nodes if is_op(node, _PRODUCTS))
+    found = (match(node, pinned, few_too) for node in graph.nodes if is_op(node, _PRODUCTS))
     return [candidate for candidate in found if candidate is not None]
 
 
-def match(node: fx.Node, pinned: set[fx.Node]) -> Candidate | None:
+def read_by_these_alone(graph: fx.Graph, found: list[Candidate]) -> list[Candidate]:
+    """The candidates whose weights nothing else in the graph reads, whole or in part."""
+    ours = {c.node for c in found}
+    nodes = [node for node in graph.nodes if is_weight(node)]
+    others = (node for node in nodes if not ours.issuperset(node.users))
+    read = {id(part) for node in others for part in parts_of(node.meta["weight"])}
+    return [c for c in found if read.isdisjoint(map(id, parts_of(c.weight)))]
+
+
+def parts_of(weight: Any) -> tuple[Any, ...]:
+    """The parameters of a weight of the arena."""
+    return weight.parts or (weight,)
+
+
+def match(node: fx.Node, pinned: set[fx.Node], few_too: bool = False) -> Candidate | None:
     """Matches a product in half precision that is large enough, by a weight of the arena."""
     x: Any = node.args[0]
     weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
@@ -102,7 +120,7 @@ def match(node: fx.Node, pinned: set[fx.Node]) -> Candidate | None:
     rows = math.prod((shape(x) or ())[:-1])
     if size[1] >= PIXELS * columns:
         return None
-    if columns % COLUMNS or size[1] % DEPTH or rows < MIN_ROWS:
+    if columns % COLUMNS or size[1] % DEPTH or (rows < MIN_ROWS and not few_too):
         return None
     norm = norm_of(x)
     if norm is None and not is_written(x, pinned):

@@ -20,7 +20,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -34,6 +34,9 @@ from sfast_ext.kernels.pointwise import geglu
 from sfast_ext.reasons import Reason
 
 from .rewrite import is_weight
+
+if TYPE_CHECKING:
+    from sfast_ext.weights.weight import Weight
 
 LIMIT = 0.05
 """Of the error of a layer."""
@@ -76,6 +79,7 @@ class Selection:
         room: bytes that the second copy of weights may take; None if that does not matter.
         inputs: of the call whose plan is made.
         declined: why that plan has no such layer; None if it may have some.
+        resident: whether the half-precision values of these layers leave the GPU, see `weights.resident`.
     """
 
     errors: dict[str, Errors] = field(default_factory=dict)
@@ -86,6 +90,7 @@ class Selection:
     room: int | None = None
     inputs: Sequence[Any] = ()
     declined: Reason | None = None
+    resident: bool = False
 
     @contextlib.contextmanager
     def on(self, inputs: Sequence[Any], room: int | None, declined: Reason | None = None) -> Iterator[None]:
@@ -137,47 +142,52 @@ class Selection:
 
 
 class Layer(NamedTuple):
-    """A product whose operands may be quantised."""
+    """A product whose operands may be quantised, and its weight in the arena."""
 
     name: str
     x: fx.Node
-    weight: Tensor
+    weight: Weight
     stride: int = 0
     """Of a 3x3 convolution; 0: it is a linear layer."""
     silu: bool = False
     """Whether SiLU writes what a convolution reads."""
 
 
-def measured(gm: fx.GraphModule, layers: Sequence[Layer], inputs: Sequence[Any]) -> dict[str, Errors]:
+def measured(
+    gm: fx.GraphModule, layers: Sequence[Layer], inputs: Sequence[Any], read: Callable[[Weight], Tensor]
+) -> dict[str, Errors]:
     """The errors of layers on the inputs of the graph. Waits for the device once.
 
     The graph runs once, operation by operation and up to the last of the layers, with PyTorch's operations in the
     place of kernels, which are not compiled yet.
+
+    Args:
+        read: gives the values of a weight, for as long as they are held.
     """
     waiting: dict[fx.Node, list[Layer]] = {}
     for layer in layers:
         waiting.setdefault(layer.x, []).append(layer)
     found: list[Tensor] = []
     names: list[tuple[str, int]] = []
-    device = layers[0].weight.device
+    device = layers[0].weight.tensor.device
     # one copy each: the device is waited for by a copy from memory that is not pinned
     turns: dict[int, Tensor | None] = {0: None}
 
     def seen(node: fx.Node, value: Any) -> bool:
         for layer in waiting.pop(node, ()):
             if layer.stride:
-                found.append(errors_of_convolution(value, layer.weight, layer.stride, layer.silu))
+                found.append(errors_of_convolution(value, read(layer.weight), layer.stride, layer.silu))
                 names.append((layer.name, 0))
                 continue
-            group = next((g for g in GROUPS if layer.weight.shape[1] % g == 0), 0)
+            group = next((g for g in GROUPS if layer.weight.tensor.shape[1] % g == 0), 0)
             if group not in turns:
                 turns[group] = hadamard(group, device)
-            found.append(errors_of(value, layer.weight, turns[group]))
+            found.append(errors_of(value, read(layer.weight), turns[group]))
             names.append((layer.name, group))
         return bool(waiting)
 
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        run(gm, inputs, seen)
+        run(gm, inputs, seen, read)
     values = torch.stack(found).tolist() if found else []
     return {name: Errors(pair[0], pair[1], group) for (name, group), pair in zip(names, values, strict=True)}
 
@@ -245,8 +255,14 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     return quantise_rows.hadamard(size).to(device, torch.float32)
 
 
-def run(gm: fx.GraphModule, inputs: Iterable[Any], seen: Callable[[fx.Node, Any], bool]) -> None:
-    """Runs a graph until `seen`, which is given each node and its value, returns False."""
+def run(
+    gm: fx.GraphModule,
+    inputs: Iterable[Any],
+    seen: Callable[[fx.Node, Any], bool],
+    read: Callable[[Weight], Tensor],
+) -> None:
+    """Runs a graph until `seen`, which is given each node and its value, returns False. That of a weight is None: its
+    values are read where they are used."""
     given = iter(inputs)
     values: dict[fx.Node, Any] = {}
     last: dict[fx.Node, fx.Node] = {}
@@ -259,11 +275,13 @@ def run(gm: fx.GraphModule, inputs: Iterable[Any], seen: Callable[[fx.Node, Any]
         if node.op == "placeholder":
             values[node] = next(given)
         elif node.op == "get_attr":
-            found = node.meta["weight"].tensor if is_weight(node) else operator.attrgetter(str(node.target))(gm)
-            values[node] = found
+            values[node] = None if is_weight(node) else operator.attrgetter(str(node.target))(gm)
         else:
-            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = map_arg(
+                (node.args, node.kwargs), lambda n: read(n.meta["weight"]) if is_weight(n) else values[n]
+            )
             values[node] = plain(node.target)(*args, **kwargs)
+            del args, kwargs
         if not seen(node, values[node]):
             return
         for source in node.all_input_nodes:

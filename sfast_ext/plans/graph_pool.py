@@ -82,7 +82,7 @@ class GraphPool:
     @property
     def holds_memory(self) -> bool:
         """Whether `make_room` would free any."""
-        return bool(self._entries) or any(len(banks) and not banks.vacant for banks in self.spare)
+        return bool(self._entries) or any(banks.held for banks in self.spare)
 
     @property
     def size(self) -> int:
@@ -179,13 +179,14 @@ class GraphPool:
             self._current = raw, torch.cuda.current_stream(self.device)
         return self._current[1]
 
-    def make_room(self, report: Report, why: str = "the GPU is out of memory") -> None:
-        """Free all memory. Graphs are captured again at their next use, and banks are filled again."""
+    def make_room(self, report: Report, why: str = "the GPU is out of memory", banks: bool = True) -> None:
+        """Free all memory, or that of graphs alone. Graphs are captured again at their next use, and banks are filled
+        again."""
         with self.lock:
             if self._entries:
                 self._evict_all(report, why)
-            for banks in list(self.spare):
-                banks.vacate()
+            for each in list(self.spare) if banks else ():
+                each.vacate()
             torch.cuda.empty_cache()
 
     def drop(self, captured: CapturedGraph) -> None:
@@ -317,12 +318,12 @@ def held() -> int:
         return sum(pool.size for pool in _pools.values())
 
 
-def make_room(report: Report, why: str) -> None:
-    """Free the memory of all graphs, see `GraphPool.make_room`."""
+def make_room(report: Report, why: str, banks: bool = True) -> None:
+    """Free the memory of all graphs and, unless asked not to, of all banks; see `GraphPool.make_room`."""
     with _pools_lock:
         pools = list(_pools.values())
     for pool in pools:
-        pool.make_room(report, why)
+        pool.make_room(report, why, banks)
 
 
 def end_allocation(device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:

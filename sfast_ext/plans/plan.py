@@ -117,6 +117,11 @@ class Plan:
         """Its CUDA graph."""
 
     @property
+    def resident(self) -> bool:
+        """Whether it reads 8-bit integers that the arena brings up to date, see `weights.resident`."""
+        return bool(self.banks and self.banks[0].sources)
+
+    @property
     def has_graph(self) -> bool:
         """Whether a CUDA graph is captured."""
         return self.graph is not None

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from sfast_ext import torch_state
 from sfast_ext.call_signature import NotOurs, copied
 from sfast_ext.capture import arguments
@@ -23,6 +25,7 @@ from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted
 from sfast_ext.reasons import NEW_KIND
 from sfast_ext.report import at, current, rehearsing, stage
+from sfast_ext.runtime import residency
 from sfast_ext.runtime.eight_bits import is_due
 from sfast_ext.runtime.failures import Failures
 from sfast_ext.runtime.model_state import ModuleContext
@@ -180,6 +183,11 @@ class CallServer:
     def _without_plan(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
         """The original forward's result for a call without a plan. With `build`, also builds the plan."""
         rare = self._context.config.rare_calls
+        # before the trace and the state, which would take it for what the forward does; what fails is met again below
+        with contextlib.suppress(WeightsAway, torch.cuda.OutOfMemoryError):
+            self._context.bring_back()
+        if build and lookup.key.eight_bits and residency.wanted(self._context, lookup.key.device):
+            self._context.slot.watch()
         # a recorded run takes longer, and its time would be the original's
         trace = self._builder.live_trace(lookup) if build and not rare else None
         state = self._state() if build else None
@@ -254,7 +262,7 @@ class CallServer:
                 if rehearsing():
                     run.state.put_back()
                 return False
-            with _building():
+            with _building(), residency.building(self._context.model):
                 self._builder.build(lookup, run)
             return True
         except Interrupted as exc:

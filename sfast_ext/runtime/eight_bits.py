@@ -145,7 +145,7 @@ class EightBits:
         return {
             "layers": sum(used),
             "kept": [list(each) for each in latest.listed()] if latest is not None else [],
-            "bytes": 0 if banks.vacant else banks.bytes,
+            "bytes": banks.held,
             "reason": None if reason is None else reason.as_dict(),
         }
 
@@ -164,6 +164,8 @@ def keep_faster(
     """
     other_key = key._replace(eight_bits=not key.eight_bits)
     other = cache.plans.get(other_key)
+    # one whose half-precision weights are in system memory is there for its memory
+    drops = drops and not any(bank.sources for each in (plan, other) if each is not None for bank in each.banks)
     if plan.banks:
         why = slower(plan, other) if drops else None
         if why is not None:

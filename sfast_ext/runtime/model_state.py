@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
+from sfast_ext import reasons
 from sfast_ext.behaviour.forward_slot import ForwardSlot
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
@@ -30,9 +31,19 @@ class HasPlans(Protocol):
     def plans(self) -> OrderedDict[PlanKey, Plan]:
         """All plans by key."""
 
+    @property
+    def module(self) -> nn.Module:
+        """What it accelerates."""
+
     def forget_plans(self, reason: str | None, *, at_once: bool = True) -> None:
         """Drop all plans."""
 
+    def drop_plan(self, key: PlanKey) -> None:
+        """Drop one plan."""
+
+
+_WAIT_S = 10.0
+"""How long the original forward waits for other threads that use the weights."""
 
 A = TypeVar("A", bound=HasPlans)
 _BUILDING = threading.Lock()
@@ -47,6 +58,8 @@ class ModelState(Generic[A]):
         arena: the weights of the model, used by parts as well.
         eight_bits: what its plans with 8-bit integers have in common.
         lock: held while plans are added or removed.
+        small: a device, and whether it is small for the model, see `residency.is_small`; None: not known yet.
+        builds_in: the thread that builds a plan of this model; None: none does.
         build_lock: held by the thread that builds a plan. One plan is built at a time, of all models: torch's modes for
             recording are one stack for all threads, and builds are timed.
     """
@@ -57,6 +70,8 @@ class ModelState(Generic[A]):
         self.lock = threading.RLock()
         self.arena = WeightArena(module, self.turn)
         self.eight_bits = EightBits()
+        self.builds_in: int | None = None
+        self.small: tuple[torch.device, bool] | None = None
         self.build_lock = _BUILDING
 
     def turn(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -130,14 +145,55 @@ class ModuleContext:
         return [] if self.is_part else self.model.parts
 
     def device(self) -> torch.device | None:
-        """The device of the first parameter. None if there is none."""
-        first = _first_parameter(self.module)
+        """The device of the first parameter, of those that are not set aside. None if there is none."""
+        first, resident = _first_parameter(self.module), self.arena.resident
+        if first is not None and resident and resident.is_aside(first):
+            first = next((p for p in self.module.parameters() if not resident.is_aside(p)), first)
         return first.device if first is not None else None
 
     def run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward that reads the module's parameters, and is no plan."""
-        with self.arena.order.host():
-            return forward(*args, **kwargs)
+        if not self.arena.resident:
+            with self.arena.order.host():
+                return forward(*args, **kwargs)
+        while True:
+            self.bring_back()
+            with self.arena.order.host():
+                # another thread may have set them aside again
+                if not self.arena.resident.out(self.device()):
+                    return forward(*args, **kwargs)
+
+    def forget_aside(self) -> None:
+        """No plan is left that needs weights to be set aside: they come back."""
+        if not self.is_part:
+            try:
+                self.bring_back()
+            finally:
+                self.arena.resident.forget()
+
+    def bring_back(self) -> None:
+        """Move weights that were set aside to the GPU, if the module is there; see `weights.resident`. What plans can
+        make again is freed if there is no room.
+
+        Raises:
+            WeightsInUse: another thread uses the weights.
+            torch.cuda.OutOfMemoryError: there is no room.
+        """
+        resident, device = self.arena.resident, self.device()
+        if device is None or not resident.out(device):
+            return
+        with self.arena.exclusively(device, _WAIT_S):
+            try:
+                moved = resident.bring_back()
+            except torch.cuda.OutOfMemoryError:
+                moved = 0
+            if not moved and resident.out(device):
+                # outside of the handler: the exception keeps what was allocated
+                pool_of(device).make_room(self.report, "the half-precision weights come back")
+                moved = resident.bring_back()
+        if moved:
+            self.report.count("weights_brought_back")
+            self.report.event("8 bits", reasons.BROUGHT_BACK(moved))
 
 
 def _first_parameter(module: nn.Module) -> torch.Tensor | None:

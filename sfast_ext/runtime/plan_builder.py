@@ -27,6 +27,7 @@ from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted, Preparation, StageTimes
 from sfast_ext.reasons import Declined, Detail, Reason, one_line
 from sfast_ext.report import at, rehearsing, stage, words_of
+from sfast_ext.runtime import residency
 from sfast_ext.runtime.eight_bits import ATTEMPTS, EightBitsFailed, because, keep_faster, state_of_weights, unsupported
 from sfast_ext.runtime.failures import Failures, out_of_memory
 from sfast_ext.runtime.model_state import ModuleContext
@@ -143,7 +144,8 @@ class PlanBuilder:
             # the key is not rejected: they may be back at the next call
             context.report.bypassed(reasons.WEIGHTS_SPLIT(away, device))
             return
-        if device.type == "cuda" and _room(device) < _MIN_ROOM * _bytes(context.module):
+        resident = lookup.key.eight_bits and residency.wanted(context, device)
+        if device.type == "cuda" and not resident and _room(device) < _MIN_ROOM * _bytes(context.module):
             # the key is not rejected: there may be room at the next call
             context.report.bypassed(reasons.NO_ROOM())
             return
@@ -238,6 +240,8 @@ class PlanBuilder:
         """
         context, key, device = self._context, lookup.key, lookup.key.device
         report = context.report
+        # an attempt before this one may have set weights aside
+        context.bring_back()
         at("capture")
         try:
             captured = self._captured(lookup, run)
@@ -251,6 +255,9 @@ class PlanBuilder:
             selection = context.model.eight_bits.selection(key.model) if key.eight_bits else None
             with contextlib.ExitStack() as stack:
                 if selection is not None:
+                    selection.resident = declined is None and residency.wanted(context, device)
+                    if selection.resident:
+                        residency.clear_way(context)
                     room = self._spare_bytes(device)
                     stack.enter_context(selection.on(lookup.call.tensors(device), room, declined))
                 plan = make_plan(captured, lookup.call, context.arena, device, context.config, selection)
@@ -296,6 +303,7 @@ class PlanBuilder:
         dtypes = tuple(output.dtype for output in flatten_output(run.result)[1])
         plan.noise = self._noise.get(dtypes)
         try:
+            residency.settle(context, plan)
             with choices.measuring(_MEASURING), self._runner.guard(plan):
                 new = Verification(
                     plan,
@@ -309,7 +317,7 @@ class PlanBuilder:
                     record=lambda: self._runner.record_launches(plan, lookup.call),
                 )
                 refusal = verify_plan(new)
-                if plan.banks and plan.error is not None:
+                if plan.banks and plan.error is not None and all(bank.ready for bank in plan.banks):
                     plan.compared_weights.add(int(state_of_weights(plan)))
         except Exception as exc:
             self._cache.drop(key)
@@ -347,6 +355,9 @@ class PlanBuilder:
     def _exact(self, lookup: Lookup, run: OriginalRun) -> list[torch.Tensor] | None:
         """The outputs in float32; None if the forward cannot be recorded again or memory is short."""
         context, device = self._context, lookup.key.device
+        if context.arena.resident:
+            # what the graph would read is not on the GPU
+            return None
         inputs = lookup.call.tensors(device)
         try:
             again = capture(context.slot.original, lookup.call, inputs, context.arena, context.hooks.ignored, run.state)

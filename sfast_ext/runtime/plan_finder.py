@@ -37,6 +37,7 @@ from sfast_ext.plans.payback import SPECULATION_BACKOFF, CaptureBackoff, Specula
 from sfast_ext.plans.plan import Plan
 from sfast_ext.reasons import Reason
 from sfast_ext.report import current, words_of
+from sfast_ext.runtime import residency
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, StateChanges
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged
@@ -172,7 +173,7 @@ class PlanFinder:
             # what it returned may have no hash
             current.stage = "key of the host"
         key = PlanKey(call.signature, behaviour, host, device)
-        if self._context.config.eight_bits and self._context.model.eight_bits.reason is None:
+        if self._context.config.eight_bits and self._may_use_eight_bits(device):
             key = key._replace(eight_bits=True)
         plan = self._cache.plans.get(key)
         if plan is None and self._roles.open_changed(call):
@@ -208,9 +209,16 @@ class PlanFinder:
         elif plan.edits and not distinct(args, kwargs):
             raise NotOurs(reasons.SAME_LIST())
         if not speculate:
-            self._sync()
+            self._sync(plan)
         state = state_of(plan, key_confirmed, not speculate)
         return Lookup(call, key, plan, key_confirmed, not speculate, compared, state)
+
+    def _may_use_eight_bits(self, device: torch.device) -> bool:
+        context = self._context
+        if context.model.eight_bits.reason is not None:
+            return False
+        # those of a part are a second copy, for which a small card has no room
+        return not context.is_part or not residency.is_small(context, device)
 
     def _wait_for_rest(self, signature: Signature, key: PlanKey) -> None:
         """There is no plan of a call. Raises NotOurs if none is to be built yet."""
@@ -243,7 +251,7 @@ class PlanFinder:
         if not lookup.weights_confirmed:
             valid = False
             try:
-                valid = not self._sync()
+                valid = not self._sync(lookup.plan)
             finally:
                 # also if it raises
                 if not valid:
@@ -282,9 +290,9 @@ class PlanFinder:
         waits = self.speculation.weights
         return not waits.price or not waits.waits()
 
-    def _sync(self) -> int:
+    def _sync(self, plan: Plan | None) -> int:
         current.stage = "weights"
-        copied = self._context.arena.sync()
+        copied = residency.sync(self._context, plan)
         if copied:
             self._context.report.count("weights_copied", copied)
         return copied

@@ -69,6 +69,8 @@ class PlanRunner:
         """The original's result. If the plan's differs from it, its key is rejected."""
         plan = lookup.plan
         assert plan is not None
+        # before the original: it may need the memory of banks
+        weights = int(state_of_weights(plan)) if plan.banks else 0
         try:
             result = run_original()
         except Exception as exc:
@@ -81,7 +83,7 @@ class PlanRunner:
         refusal = Comparison(plan, outputs, references, self._context.config, run_original).difference()
         if refusal is None:
             if plan.banks:
-                plan.compared_weights.add(int(state_of_weights(plan)))
+                plan.compared_weights.add(weights)
         elif plan.banks:
             self._cache.drop(lookup.key)
             self._context.model.eight_bits.exceeded(lookup.key.model, refusal, self._context.report)
@@ -130,6 +132,9 @@ class PlanRunner:
             raise WeightsAway(reasons.WEIGHTS_REPLACED())
         if plan.banks and context.arena.banks.vacant:
             self._occupy()
+        if plan.resident and not context.arena.resident.ready:
+            # freed by another thread since the last sync
+            raise WeightsAway(reasons.WEIGHTS_GIVEN_BACK())
         if plan.pool is not None and context.config.cuda_graphs:
             if plan.graph is not None:
                 return plan.replay(call.leaves)

@@ -50,7 +50,9 @@ def collect() -> dict[str, Any]:
     found["diffusers"] = environment.version("diffusers")
     found["used"] = used(found)
     found["last_start"] = last_start.read()
-    found["eight_bits"] = {"refused": reasons.text(eight_bits.refusal()), "last": eight_bits.read()}
+    refused = eight_bits.refusal()
+    fits = eight_bits.fits(found["gpu_memory_mb"] << 20) if refused is None and found.get("gpu_memory_mb") else None
+    found["eight_bits"] = {"refused": reasons.text(refused), "fits": reasons.text(fits), "last": eight_bits.read()}
     known = choices.memory_of(machine.device()).choices() if found["gpu"] else {}
     found["measured"] = {what: {key: one._asdict() for key, one in keys.items()} for what, keys in known.items()}
     return found
@@ -117,6 +119,8 @@ def text(found: dict[str, Any], every_layer: bool = False) -> str:
 def _eight_bits(found: dict[str, Any], every_layer: bool) -> list[str]:
     refused, last = found["refused"], found["last"]
     lines = ["They can be used on this machine." if refused is None else f"Not used on this machine: {refused}."]
+    if found.get("fits"):
+        lines.append(f"{found['fits']}.")
     if last is None:
         return [*lines, "In the WebUI no image was made with them."]
     said = eight_bits.lines(last, None if every_layer else LISTED)

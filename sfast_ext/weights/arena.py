@@ -9,7 +9,8 @@ parameters views of those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from sfast_ext.weights.copy_in import copy_in
 from sfast_ext.weights.gate import Gate
 from sfast_ext.weights.host_order import ModuleOrder, Turn, unrecorded
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides
+from sfast_ext.weights.resident import Resident
 from sfast_ext.weights.tables import copied_table, table_of
 from sfast_ext.weights.tracked import TrackedWeights
 from sfast_ext.weights.vacancy import Vacancy, vacancies, vacant_bytes
@@ -57,6 +59,8 @@ class WeightArena:
         self.is_table: Callable[[torch.Tensor], bool] = lambda tensor: False
         """Whether a tensor that is in no slot is in the current behaviour key."""
         self.order = ModuleOrder(self._tracked.order, lambda: self.gate)
+        self.resident = Resident(self._tracked)
+        """The weights whose half-precision values are not on the GPU."""
 
     @property
     def root(self) -> nn.Module:
@@ -190,6 +194,31 @@ class WeightArena:
         with self.gate.exclusive(), self._tracked.lock:
             return copy_in(self._tracked, changed)
 
+    @contextlib.contextmanager
+    def exclusively(self, device: torch.device, wait_s: float = 0.0) -> Iterator[None]:
+        """Within, no plan on a device and no original forward of the module runs in another thread.
+
+        Raises:
+            WeightsInUse: one does, for longer than `wait_s`.
+        """
+        tracked = self._tracked
+        with tracked.order.turn(device), self.gate.exclusive(wait_s), tracked.lock:
+            yield
+
+    def read(self, weight: Weight) -> torch.Tensor:
+        """The values of a weight: its live tensor, or if it is set aside, a copy on the GPU."""
+        aside = id(weight) in self._tracked.vacant and self.resident.has(weight)
+        return self.resident.values(weight) if aside else weight.tensor
+
+    def set_aside(self, weights: Iterable[Weight], device: torch.device) -> None:
+        """Move weights, which no plan reads, to system memory; see `Resident`.
+
+        Raises:
+            WeightsInUse: another thread uses them.
+        """
+        with self.exclusively(device):
+            self.resident.set_aside(weights, device)
+
     def detector(self, containers: set[int]) -> ChangeDetector:
         """A detector for the slots in the dictionaries with these ids. It is outdated once `epoch` changes."""
         return self._tracked.new_detector(self._tracked.live, containers)
@@ -202,7 +231,7 @@ class WeightArena:
     @property
     def vacant_bytes(self) -> int:
         """What the live tensors and the banks that have no memory are going to take."""
-        banks = self.banks.bytes if self.banks.vacant else 0
+        banks = self.banks.bytes - self.banks.held
         return vacant_bytes(list(self._tracked.vacant.values())) + banks
 
     def fetch(self) -> int:
@@ -270,7 +299,11 @@ class WeightArena:
                 if any(c[n].data_ptr() == w.tensor.data_ptr() for c, n in w.slots if c.get(n) is not None):
                     return False
                 slots[id(w)] = there
+            resident = self.resident.places_in(root)
+            if resident is None:
+                return False
             self.restore_layout_temporarily()
+            self.resident.follow(resident)
             for w in tracked.live:
                 w.slots, w.bound = slots[id(w)], None
             tracked.root = root
@@ -346,5 +379,5 @@ class WeightArena:
                 "packed_tensors": len(tracked.packs),
                 "packed_parameters": sum(len(p.parts) for p in tracked.packs.all()),
                 "copied": tracked.copied,
-                "eight_bits_bytes": 0 if self.banks.vacant else self.banks.bytes,
+                "eight_bits_bytes": self.banks.held,
             }

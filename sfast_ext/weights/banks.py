@@ -7,6 +7,8 @@ and whatever changes a live tensor reaches it at the next run. The module knows 
 All plans of a model share the banks of its weights. A bank is freed with the last plan that reads it. While the host
 has the weights elsewhere, its memory is given back as well (`vacate`), and `occupy` allocates it again without values:
 its digests are those of no row.
+
+A *resident* bank is not written by plans, but by `Resident.sync`, from what the module holds in system memory.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sfast_ext.weights.aside import Aside
 from sfast_ext.weights.weight import Weight
 
 
@@ -31,13 +34,17 @@ class Bank:
         rows: (N, K) in int8; of a convolution's weight (N, C, H, W) K is H W C, in this order.
         scales: (N,) in float32; of a convolution's weight (2, N), the second the sum of the codes of each row.
         digests: (N,) in int64, of the rows of the weight that `rows` were made of; 0: of none.
+        sources: of a resident bank, the parameters that it is made of, each with its first row.
+        ready: whether it has values, if it is resident.
     """
 
-    weight: Weight
+    weight: Weight | None
     group: int
     rows: torch.Tensor
     scales: torch.Tensor
     digests: torch.Tensor
+    sources: tuple[tuple[Aside, int], ...] = ()
+    ready: bool = True
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -49,14 +56,59 @@ class Bank:
         """What it takes while it has memory."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
+    @property
+    def vacant(self) -> bool:
+        """Whether it has no memory."""
+        return self.rows.numel() > 1 and self.rows.stride(-1) == 0
+
+    def vacate(self) -> None:
+        """See `Banks.vacate`."""
+        self.ready = not self.sources
+        for tensor in self.tensors:
+            tensor.data = torch.zeros((1,), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+    def occupy(self) -> None:
+        """Allocate the memory again, if there is none.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: there is no room; it stays without memory.
+        """
+        if self.vacant:
+            made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in self.tensors]
+            made[2].zero_()
+            for tensor, memory in zip(self.tensors, made, strict=True):
+                tensor.data = memory
+
 
 class Banks:
     """The banks of a model's weights, by weight and group. They live as long as a plan holds them."""
 
     def __init__(self) -> None:
-        self._banks: weakref.WeakValueDictionary[tuple[int, int], Bank] = weakref.WeakValueDictionary()
+        self._banks: weakref.WeakValueDictionary[tuple[int | str, int], Bank] = weakref.WeakValueDictionary()
         self.vacant = False
         """Whether they have no memory. No plan may run before `occupy`."""
+
+    def resident(self) -> list[Bank]:
+        """Those that plans do not write."""
+        return [bank for bank in self._banks.values() if bank.sources]
+
+    def get_resident(
+        self, weight: Weight, group: int, sources: tuple[tuple[Aside, int], ...], device: torch.device
+    ) -> Bank:
+        """The resident bank of a weight, without values if it is new.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: there is no room for a new one.
+        """
+        bank = self._banks.get((weight.path, group))
+        if bank is None or bank.sources != sources:
+            with torch.inference_mode(False), torch.no_grad():
+                made = [torch.empty(size, dtype=kind, device=device) for size, kind in _layout(weight.tensor.shape)]
+                made[2].zero_()
+            bank = self._banks[weight.path, group] = Bank(
+                None, group, made[0], made[1], made[2], sources, ready=False
+            )
+        return bank
 
     def get(self, weight: Weight, group: int) -> Bank:
         """The bank of a weight in half precision, (N, K) or a convolution's.
@@ -76,7 +128,7 @@ class Banks:
 
     def missing(self, weights: Iterable[Weight]) -> int:
         """The bytes of the banks of weights that have none yet."""
-        known = {id(bank.weight) for bank in self._banks.values()}
+        known = {id(bank.weight) for bank in self._banks.values() if bank.weight is not None}
         wanted = {id(weight): weight.tensor.shape for weight in weights if id(weight) not in known}
         return sum(math.prod(size) * dtype.itemsize for shape in wanted.values() for size, dtype in _layout(shape))
 
@@ -89,11 +141,10 @@ class Banks:
                 torch.cuda.synchronize(device)
             for bank in banks:
                 self.vacant = True
-                for tensor in bank.tensors:
-                    tensor.data = torch.zeros((1,), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+                bank.vacate()
 
     def occupy(self) -> None:
-        """Allocate the memory again. The next run of a plan fills it.
+        """Allocate the memory again. The next run of a plan fills it; of resident banks `Resident.sync` does both.
 
         Raises:
             torch.cuda.OutOfMemoryError: there is no room; they stay without memory.
@@ -101,7 +152,7 @@ class Banks:
         if not self.vacant:
             return
         with torch.inference_mode(False), torch.no_grad():
-            banks = list(self._banks.values())
+            banks = [bank for bank in self._banks.values() if not bank.sources]
             made = [[torch.empty_like(x, memory_format=torch.contiguous_format) for x in b.tensors] for b in banks]
             for bank, tensors in zip(banks, made, strict=True):
                 tensors[2].zero_()
@@ -111,6 +162,15 @@ class Banks:
 
     def __len__(self) -> int:
         return len(self._banks)
+
+    def look(self) -> None:
+        """Set `vacant` as it is: memory of resident banks comes back one by one."""
+        self.vacant = any(bank.vacant for bank in self._banks.values())
+
+    @property
+    def held(self) -> int:
+        """What they take on the device now."""
+        return total(bank for bank in self._banks.values() if not bank.vacant)
 
     @property
     def bytes(self) -> int:

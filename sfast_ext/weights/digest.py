@@ -9,12 +9,14 @@ permuted. A tensor of less than two rows is its own digest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from sfast_ext.weights.staging import in_memory_order
+from sfast_ext.weights.staging import in_memory_order, is_dense
 
 COLUMNS = 127
+_MAX_THREADS, _ALONE_BYTES = 6, 8 << 20
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -42,6 +44,36 @@ class Digests:
         ends = torch.tensor(self._lengths).cumsum(0) - 1
         until = [0, *differing[ends.to(differing.device)].tolist()]
         return [is_there and a == b for is_there, a, b in zip(there, until, until[1:])]
+
+
+def digest_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The digest of a tensor, on its device. If it is not dense, that of its elements."""
+    return torch.cat(_parts(tensor if is_dense(tensor) else tensor.contiguous()))
+
+
+def digests_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The digests of tensors in system memory, by several threads if they are large."""
+    threads = min(_MAX_THREADS, torch.get_num_threads())
+    if threads < 2 or sum(tensor.nbytes for tensor in tensors) < _ALONE_BYTES:
+        return list(map(_by_numpy, tensors))
+    with ThreadPoolExecutor(threads, thread_name_prefix="sfast: digests") as pool:
+        return list(pool.map(_by_numpy, tensors))
+
+
+def _by_numpy(tensor: torch.Tensor) -> torch.Tensor:
+    """`digest_of` in one thread, without the GIL. Torch takes a thread for each core, also within each of these."""
+    words = _words(tensor) if is_dense(tensor) else None
+    rows = 0 if words is None else len(words) // COLUMNS
+    if words is None or rows < 2:
+        return digest_of(tensor)
+    try:
+        array = words.numpy()
+    except RuntimeError:
+        # torch was built for another NumPy, or there is none
+        return digest_of(tensor)
+    whole = rows * COLUMNS
+    sums = array[:whole].reshape(rows, COLUMNS).sum(0, dtype="int64")
+    return torch.cat([torch.from_numpy(sums), words[whole:].to(torch.int64)])
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+        _everywhere.add(self)
 
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._kept
@@ -87,6 +88,19 @@ class HostCopies:
             set_data(parameter, source)
         return len(found)
 
+    def put_back_some(self, wanted: Container[int]) -> None:
+        """`put_back` for the parameters with these ids. The copies of others stay."""
+        for module, kept in list(self._kept.items()):
+            if any(key in wanted for key in kept.parameters):
+                chosen = [key in wanted for key in kept.parameters]
+                rest = [(-1, source[:0]) if taken else pair for taken, source, pair in zip(
+                    chosen, kept.sources, zip(kept.parameters, kept.sources))]  # fmt: skip
+                kept.parameters = [key if taken else -1 for taken, key in zip(chosen, kept.parameters)]
+                self.put_back(module)
+                if any(key != -1 for key, _ in rest):
+                    kept.parameters, kept.sources = [key for key, _ in rest], [source for _, source in rest]
+                    self._kept[module] = kept
+
     def drop(self) -> None:
         """Free all copies."""
         self._kept.clear()
@@ -95,6 +109,16 @@ class HostCopies:
         """Free the copies of modules that were moved in a way that was not followed."""
         for module in [module for module in self._kept if not any(p.is_cuda for p in module.parameters())]:
             del self._kept[module]
+
+
+_everywhere: weakref.WeakSet[HostCopies] = weakref.WeakSet()
+
+
+def put_back_everywhere(parameters: Iterable[torch.Tensor]) -> None:
+    """Give parameters that are about to leave the GPU their copies in system memory, whoever keeps them."""
+    wanted = set(map(id, parameters))
+    for copies in list(_everywhere):
+        copies.put_back_some(wanted)
 
 
 def sources_of(module: nn.Module) -> Sources:

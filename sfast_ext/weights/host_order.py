@@ -55,6 +55,10 @@ class HostOrder:
         self.pinned = False
         """Whether memory stays as it is: a CUDA graph of the program reads it."""
 
+    def turn(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """The lock under which plans on a device run."""
+        return self._turn(device)
+
     @property
     def changed(self) -> bool:
         """Whether any weight is in the host's order, or in separate memory. Exact under the lock `turn`."""

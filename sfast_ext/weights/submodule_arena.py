@@ -25,6 +25,7 @@ class SubmoduleArena(WeightArena):
         self._containers: set[int] = set()
         self._epoch = -1
         self.order = arena.order.of_part(self._own)
+        self.resident = arena.resident
 
     @property
     def root(self) -> nn.Module:

@@ -62,6 +62,7 @@ def every() -> list[Mutation]:
         proof,
         quantised,
         recorded,
+        resident,
         states,
         texts,
         transformers,
@@ -88,6 +89,7 @@ def every() -> list[Mutation]:
         *hosts.MUTATIONS,
         *pages.MUTATIONS,
         *eight_bits.MUTATIONS,
+        *resident.MUTATIONS,
         *texts.MUTATIONS,
         *transformers.MUTATIONS,
     ]

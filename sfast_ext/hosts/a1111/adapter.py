@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import weakref
@@ -13,7 +14,7 @@ from torch import nn
 
 from sfast_ext.accelerator import accelerator_of
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import per_request, reasons, starting, vae, webui_probes
+from sfast_ext.hosts import per_request, reasons, starting, system_memory, vae, webui_probes
 from sfast_ext.hosts.a1111 import controlnet, lora, probes
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
@@ -72,6 +73,7 @@ class A1111Hooks:
             words=self.words,
             interrupted=interrupted,
             ignored=ignored,
+            system_memory=system_memory.has_room_for,
         )
 
     def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
@@ -82,10 +84,15 @@ class A1111Hooks:
         """Read the whole UNet. Called once for each pass of a sampler; takes a millisecond."""
         unet = self._unet()
         modules = [] if unet is None else list(unet.modules())
-        self._lora = lora.LoraLayers(modules)
+        self._lora = lora.LoraLayers(modules, self._on_gpu)
         self._hypertile = [p for p in (vars(m).get("__webui_hypertile_params") for m in modules) if p is not None]
         self._dormant.new_pass()
         self._offloaded = self._offload_reason()
+
+    def _on_gpu(self, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
+        unet = self._unet()
+        accelerator = None if unet is None else accelerator_of(unet)
+        return contextlib.nullcontext() if accelerator is None else accelerator.on_gpu(layer)
 
     def _offload_reason(self) -> Reason | None:
         # --medvram sets the model's mark as well
@@ -215,6 +222,7 @@ class A1111Session(WebUISession):
     """The extension in one run of the WebUI's scripts; see `Session`."""
 
     HOST = "AUTOMATIC1111 WebUI"
+    FOLLOWS_RESIDENCE = True
     PROBES = probes.PROBES
     TESTED = ("v1.10.0", "v1.10.1", "1.10.0", "1.10.1")
 
@@ -269,7 +277,7 @@ class A1111Session(WebUISession):
             if hooks is not None:
                 hooks.new_pass()
         unet = _unet_of(sd_model)
-        self._memory.watch(sd_model, bool(followed) or unet is not None and accelerator_of(unet) is not None)
+        self._memory.watch(sd_model, bool(followed) or unet is not None and self._unets.holds(unet))
 
     def _text_encoders_of(self, sd_model: Any) -> Iterator[Any]:
         if self._has_vae:

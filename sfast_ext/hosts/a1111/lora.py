@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -28,17 +29,22 @@ def networks() -> ModuleType | None:
     return found if hasattr(found, "network_apply_weights") and hasattr(found, "loaded_networks") else None
 
 
+OnGpu = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
+
+
 class LoraLayers:
     """The layers of one network that it may change.
 
     Args:
         modules: all modules of the network.
+        on_gpu: within it the weights of a layer are on the GPU.
     """
 
-    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, modules: Iterable[nn.Module] = (), on_gpu: OnGpu = contextlib.nullcontext) -> None:
         modules = list(modules)
         # a layer of torch's attention has a name as well, but what a LoRA adds to it is added with the attention's own
         inside = {id(child) for m in modules if isinstance(m, nn.MultiheadAttention) for child in m.children()}
+        self._on_gpu = on_gpu
         # it names the layers of the model, and not those of a ControlNet
         named = (m for m in modules if isinstance(m, LAYERS) and hasattr(m, "network_layer_name"))
         self._layers = [m for m in named if id(m) not in inside]
@@ -66,7 +72,10 @@ class LoraLayers:
             return
         with torch.no_grad():
             for layer in self._layers:
-                module.network_apply_weights(layer)
+                names = {getattr(layer, "network_layer_name", "")}
+                changes = any(not names.isdisjoint(getattr(n, "modules", names)) for n in module.loaded_networks)
+                with self._on_gpu(layer) if changes else contextlib.nullcontext():
+                    module.network_apply_weights(layer)
         self._applied = wanted
         self.has_bias = bytes(_has_bias(layer) for layer in self._layers)
 

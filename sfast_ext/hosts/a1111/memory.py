@@ -121,6 +121,7 @@ class A1111Memory:
     def _make_room(self, needed: float) -> None:
         # the weights that plans read are the model's own, except with --medvram and --lowvram
         givers = (
+            lambda: graph_pool.make_room(self._report, _WHY, banks=False),
             lambda: graph_pool.make_room(self._report, _WHY),
             *(rare.give_memory_back for rare in self._rare),
             self._attachment.give_memory_back,

@@ -1,0 +1,160 @@
+"""When the half-precision weights of layers in 8 bits leave the GPU, and when they come back; see `weights.resident`.
+
+    the original forward is about to run ------> bring_back: they are on the GPU, as the host left them
+    a plan with resident banks is about to run -> sync: what changed is quantised, what is on the GPU leaves
+    8 bits are turned off, or the plans go ----> give_back: banks are freed, and the weights are on the GPU at once
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfast_ext import reasons
+from sfast_ext.eight_bits import SMALL
+from sfast_ext.kernels.eight_bits import quantise_weights
+from sfast_ext.plans.graph_pool import pool_of
+from sfast_ext.plans.plan import Plan
+from sfast_ext.runtime.model_state import ModuleContext
+from sfast_ext.weights.weight import WeightsAway, WeightsInUse
+
+
+def wanted(context: ModuleContext, device: torch.device) -> bool:
+    """Whether a plan with 8 bits that is made now leaves the half-precision weights in system memory."""
+    if device.type != "cuda" or context.is_part or context.parts:
+        return False
+    if context.arena.resident.banks:
+        return True
+    room = context.hooks.system_memory
+    return is_small(context, device) and (room is None or room(_bytes(context)))
+
+
+def is_small(context: ModuleContext, device: torch.device) -> bool:
+    """Whether a card is small for the whole model. Then no plan of it makes a second copy of weights."""
+    model, asked = context.model, context.config.resident
+    if asked is not None or device.type != "cuda":
+        return bool(asked)
+    if model.small is None or model.small[0] != device:
+        total = torch.cuda.get_device_properties(device).total_memory
+        model.small = device, total < SMALL * _bytes(context)
+    return bool(model.small[1])
+
+
+def _bytes(context: ModuleContext) -> int:
+    """What the weights of the whole model take."""
+    return sum(p.nbytes for p in context.model.whole.module.parameters())
+
+
+def sync(context: ModuleContext, plan: Plan | None) -> int:
+    """`WeightArena.sync` for the plan that is about to run, its resident banks included. Returns how many weights
+    changed.
+
+    Raises:
+        WeightsAway, WeightsChanged: see `WeightArena.sync`.
+    """
+    arena = context.arena
+    resident = arena.resident
+    if plan is None or not resident:
+        return arena.sync()
+    if not plan.resident:
+        try:
+            context.bring_back()
+        except torch.cuda.OutOfMemoryError as exc:
+            raise WeightsAway(reasons.NO_ROOM_FOR_WEIGHTS()) from exc
+        return arena.sync()
+    copied = arena.sync()
+    due = resident.due()
+    if due:
+        _refuse_others(context)
+        clear_way(context)
+        with arena.exclusively(plan.device):
+            fill(context, plan)
+    return copied + len(due)
+
+
+def fill(context: ModuleContext, plan: Plan) -> None:
+    """Fill the resident banks that are due, in the order of the GPU's work. The caller holds `exclusively`."""
+    pool, resident = plan.pool, context.arena.resident
+    assert pool is not None
+    stream = pool.begin_use()
+    try:
+        resident.fill(resident.due(), quantise_weights.launch)
+    finally:
+        pool.end_use(stream)
+
+
+def settle(context: ModuleContext, plan: Plan) -> None:
+    """A plan was made: before its first run what it reads in half precision is on the GPU, and nothing else.
+
+    Raises:
+        WeightsAway: there is no room, or another thread uses the weights.
+    """
+    if not context.arena.resident:
+        return
+    if not plan.resident:
+        # it was going to be, and no layer is fit
+        context.bring_back()
+        context.arena.sync()
+        return
+    with context.arena.exclusively(plan.device):
+        context.arena.fetch()
+        fill(context, plan)
+
+
+def clear_way(context: ModuleContext) -> None:
+    """Drop the plans that read half-precision weights: there is no room for both, and they would keep them."""
+    for each in context.model.accelerators():
+        for key in [key for key, plan in list(each.plans.items()) if not plan.resident]:
+            each.drop_plan(key)
+
+
+def _refuse_others(context: ModuleContext) -> None:
+    builder = context.model.builds_in
+    if builder is not None and builder != threading.get_ident():
+        # the plan is made of the weights where they are
+        raise WeightsInUse(reasons.WEIGHTS_IN_USE())
+
+
+def give_back(context: ModuleContext) -> None:
+    """Free the resident banks, and move the weights to the GPU if the module is there. Plans stay."""
+    resident = context.arena.resident
+    if not resident:
+        return
+    device = resident.device
+    assert device is not None
+    for each in context.model.accelerators():
+        for plan in each.plans.values():
+            if plan.resident:
+                plan.drop_graph()
+    with pool_of(device).lock:
+        torch.cuda.synchronize(device)
+        for bank in resident.banks:
+            bank.vacate()
+    context.bring_back()
+
+
+def hidden(context: ModuleContext, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """See `Resident.hidden`, while the host moves the module to a device."""
+    resident = context.arena.resident
+    return resident.hidden() if resident.device == device and resident.banks else contextlib.nullcontext()
+
+
+def lent(context: ModuleContext, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """See `Resident.lent`."""
+    resident = context.arena.resident
+    return resident.lent(layer) if resident and resident.out(context.device()) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def building(model: Any) -> Iterator[None]:
+    """Within, this thread makes a plan: no other sets weights aside."""
+    model.builds_in = threading.get_ident()
+    try:
+        yield
+    finally:
+        model.builds_in = None

@@ -1,0 +1,66 @@
+"""A parameter whose half-precision values are not on the GPU while plans run, see `Resident`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sfast_ext import reasons
+from sfast_ext.weights.original_layout import is_plain
+from sfast_ext.weights.weight import WeightsAway, WeightsChanged, WeightSlot
+
+
+@dataclass(eq=False)
+class Aside:
+    """A parameter whose half-precision values are not on the GPU while plans run.
+
+    Attributes:
+        slots: the places in modules that hold it.
+        seen: what it was when banks were last made of it: (object, address, version, strides); None: nothing yet.
+        digest: that of its values then, see `digest`.
+    """
+
+    path: str
+    slots: list[WeightSlot]
+    shape: torch.Size
+    dtype: torch.dtype
+    seen: tuple[Any, ...] | None = None
+    digest: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def now(self) -> Any:
+        """What the module holds."""
+        container, name = self.slots[0]
+        return container.get(name)
+
+    def checked(self) -> torch.Tensor:
+        """What the module holds.
+
+        Raises:
+            WeightsChanged: it is none that banks can be made of.
+        """
+        now = self.now
+        if not isinstance(now, torch.Tensor):
+            raise WeightsChanged(reasons.WEIGHT_GONE(self.path))
+        if not is_plain(now):
+            raise WeightsChanged(reasons.WEIGHT_CLASS(self.path, type(now).__name__))
+        if any(container.get(name) is not now for container, name in self.slots):
+            raise WeightsChanged(reasons.WEIGHT_UNTIED(self.path))
+        if now.shape != self.shape or now.dtype != self.dtype:
+            forms = (f"{dtype}{list(shape)}" for dtype, shape in ((self.dtype, self.shape), (now.dtype, now.shape)))
+            raise WeightsChanged(reasons.WEIGHT_FORM(self.path, *forms))
+        if now.device.type == "meta":
+            raise WeightsAway(reasons.WEIGHTS_ON(now.device, "the GPU"))
+        return now
+
+
+def state_of(value: torch.Tensor) -> tuple[Any, ...]:
+    """What tells a tensor from one that was replaced, moved or written to."""
+    try:
+        version = value._version
+    except RuntimeError:
+        # an inference tensor has none: its digest alone tells
+        version = -1
+    return id(value), value.data_ptr(), version, value.stride()

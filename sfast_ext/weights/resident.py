@@ -1,0 +1,343 @@
+"""Weights of which the GPU has the 8-bit integers alone: their half-precision values stay in system memory.
+
+A *resident* bank is not read from a live tensor. It is made of what the module holds, wherever that is: the host's own
+tensor in system memory, which comes to the GPU in small parts, or a tensor on the GPU, which is then set aside. So the
+module's parameters are the truth, as they are for live tensors, and the host changes them as it always does.
+
+Before a plan with such banks runs, `sync` asks for each of these parameters whether it is the same object, in the same
+memory, with the same version. What changed is quantised again. A write that torch does not count (through `.data` or
+NumPy) is found by a digest: of all of them with the first call of a generation, and of `AUDITED_BYTES` with each other
+call, so that each is read within some calls. Before the original forward runs, `bring_back` moves the parameters to the
+GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfast_ext import reasons
+from sfast_ext.weights import host_copies
+from sfast_ext.weights.aside import Aside, state_of
+from sfast_ext.weights.banks import Bank
+from sfast_ext.weights.digest import digest_of, digests_of
+from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
+from sfast_ext.weights.staging import Staging
+from sfast_ext.weights.tracked import TrackedWeights
+from sfast_ext.weights.vacancy import vacancies
+from sfast_ext.weights.weight import Weight, WeightsAway, WeightSlot, paths_of, places_of, slots_at
+
+AUDITED_BYTES = 128 << 20
+"""Whose digest is computed in each call: 3.7 GB, those of SDXL, are read within 30 calls."""
+BATCH_BYTES = 96 << 20
+"""Half-precision values that are on the GPU at once while banks are filled."""
+
+Quantise = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor],
+                     Sequence[int]], object]  # fmt: skip
+"""`kernels.eight_bits.quantise_weights.launch`."""
+
+
+class Resident:
+    """The resident banks of one model, and the parameters that they are made of. `bring_back`, `sync` and `set_aside`
+    are called while no plan of the model and no original forward runs."""
+
+    def __init__(self, tracked: TrackedWeights) -> None:
+        self._tracked = tracked
+        self._asides: dict[str, Aside] = {}
+        self._copies = host_copies.HostCopies()
+        self._turn = 0
+        self.device: torch.device | None = None
+        """That of the banks."""
+        self.audit_all = False
+        """Whether the next `sync` computes the digests of all."""
+
+    def __bool__(self) -> bool:
+        return bool(self._asides)
+
+    @property
+    def banks(self) -> list[Bank]:
+        """Those that plans hold."""
+        return self._tracked.banks.resident()
+
+    @property
+    def ready(self) -> bool:
+        """Whether all banks have values. No plan may run before."""
+        return all(bank.ready for bank in self.banks)
+
+    def is_aside(self, value: torch.Tensor) -> bool:
+        """Whether a parameter is one of these."""
+        return any(aside.now is value for aside in self._asides.values())
+
+    def out(self, device: torch.device | None) -> bool:
+        """Whether parameters are in system memory, and the rest of the module on this device, the GPU of the banks."""
+        return device is not None and device == self.device and bool(self._elsewhere())
+
+    def set_aside(self, weights: Iterable[Weight], device: torch.device) -> None:
+        """Move the parameters of weights to system memory, and free the memory that plans would read. Other plans that
+        read it find the weights elsewhere."""
+        tracked = self._tracked
+        self.device = device
+        weights = list(weights)
+        parts = list({id(part): part for weight in weights for part in weight.parts or (weight,)}.values())
+        for part in parts:
+            if part.path not in self._asides:
+                # the object is what plans of the model have in common, whatever its slots hold
+                self._asides[part.path] = Aside(part.path, part.slots, part.tensor.shape, part.tensor.dtype)
+        self._leave([aside.now for part in parts if (aside := self._asides[part.path])])
+        known = [*tracked.known(), *tracked.packs.all()]
+        live = [w for w in (*weights, *parts) if id(w) not in tracked.vacant]
+        given, _ = vacancies(live, known, tracked.layouts)
+        for vacancy in given:
+            vacancy.vacate()
+            tracked.vacant.update((id(member.weight), vacancy) for member in vacancy.members)
+        tracked.reset_detector()
+        tracked.forget(tracked.vacant)
+
+    def has(self, weight: Weight) -> bool:
+        """Whether all parameters of a weight are among these."""
+        return all(part.path in self._asides for part in weight.parts or (weight,))
+
+    def values(self, weight: Weight) -> torch.Tensor:
+        """The half-precision values of a weight that was set aside, on the GPU, in memory that is not kept."""
+        assert self.device is not None
+        parts = [self._asides[part.path].checked() for part in weight.parts or (weight,)]
+        there = self._on_gpu(parts)
+        return there[0] if len(there) == 1 else torch.cat(there)
+
+    def bank(self, weight: Weight, group: int) -> Bank:
+        """The resident bank of a weight that was set aside, without values if it is new."""
+        sources, first = [], 0
+        for part in weight.parts or (weight,):
+            sources.append((self._asides[part.path], first))
+            first += part.tensor.shape[0]
+        assert self.device is not None
+        return self._tracked.banks.get_resident(weight, group, tuple(sources), self.device)
+
+    def due(self) -> list[Bank]:
+        """The banks whose values are not those of the module. Looks at the module alone.
+
+        Raises:
+            WeightsChanged: a parameter is none that banks can be made of.
+            WeightsAway: one is nowhere.
+        """
+        banks = self.banks
+        used = {id(aside): aside for bank in banks for aside, _ in bank.sources}
+        changed = {key for key, aside in used.items() if aside.seen != state_of(aside.checked())}
+        changed |= {id(aside) for aside in self._audited([a for key, a in used.items() if key not in changed])}
+        return [b for b in banks if not b.ready or not changed.isdisjoint(id(aside) for aside, _ in b.sources)]
+
+    def fill(self, banks: Sequence[Bank], quantise: Quantise) -> None:
+        """Quantise the parameters of banks, and set aside those that are on the GPU.
+
+        Raises:
+            WeightsAway: the GPU has no memory left.
+            WeightsChanged: see `due`.
+        """
+        tracked = self._tracked
+        leaving = {id(aside.now) for bank in banks for aside, _ in bank.sources}
+        # no reference may keep memory on the GPU
+        tracked.weights = {key: w for key, w in tracked.weights.items() if w.plans or id(w.bound) not in leaving}
+        tracked.packs.drop_unread()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._fill(banks, quantise)
+        except torch.cuda.OutOfMemoryError as exc:
+            raise WeightsAway(reasons.NO_ROOM_FOR_WEIGHTS()) from exc
+        finally:
+            tracked.banks.look()
+        tracked.copied += len(banks)
+
+    def _fill(self, banks: Sequence[Bank], quantise: Quantise) -> None:
+        for some in _batches(banks):
+            for bank in some:
+                bank.occupy()
+            asides = list({id(aside): aside for bank in some for aside, _ in bank.sources}.values())
+            held = [aside.checked() for aside in asides]
+            states = list(map(state_of, held))
+            there = dict(zip(map(id, asides), self._on_gpu(held)))
+            lists: list[list[Any]] = [[], [], [], [], []]
+            for bank in some:
+                for aside, first in bank.sources:
+                    value = there[id(aside)]
+                    rows = slice(first, first + len(value))
+                    entry = value, bank.rows[rows], bank.scales[rows], bank.digests[rows], bank.group
+                    for each, operand in zip(lists, entry):
+                        each.append(operand)
+            quantise(*lists)
+            digests = [digest_of(value).cpu() for value in there.values()]
+            for bank in some:
+                bank.ready = True
+            arriving = [value for value in held if value.is_cuda]
+            self._leave(arriving)
+            moved = set(map(id, arriving))
+            for aside, value, state, digest in zip(asides, held, states, digests):
+                # a parameter that just left has other memory, with the same values
+                aside.seen = state_of(value) if id(value) in moved else state
+                aside.digest = digest
+
+    def _audited(self, asides: list[Aside]) -> Iterator[Aside]:
+        """Those whose values are others than their digest says, among all or the next ones in turn."""
+        asides = [aside for aside in asides if aside.digest is not None]
+        count, left = len(asides), sum(_size(a) for a in asides) if self.audit_all else AUDITED_BYTES
+        chosen: list[Aside] = []
+        while left > 0 and len(chosen) < count:
+            self._turn = (self._turn + 1) % count
+            chosen.append(asides[self._turn])
+            left -= _size(chosen[-1])
+        self.audit_all = False
+        with torch.inference_mode(False), torch.no_grad():
+            found = digests_of([live_tensor(aside.checked()) for aside in chosen])
+        for aside, now in zip(chosen, found):
+            was = aside.digest
+            if was is None or now.shape != was.shape or not torch.equal(now, was):
+                yield aside
+
+    def bring_back(self) -> int:
+        """Move the parameters to the GPU. Returns how many.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: there is no room for all of them. None has moved.
+        """
+        sources: host_copies.Sources = []
+        moved: list[tuple[Any, torch.Tensor]] = []
+        with torch.inference_mode(False), torch.no_grad():
+            with Staging() as copy:
+                for value in self._elsewhere():
+                    source = live_tensor(value)
+                    there = torch.empty_like(source, device=self.device)
+                    copy(there, source)
+                    moved.append((value, there))
+                    sources.append((value, source))
+            for value, there in moved:
+                set_data(value, there)
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            # they are theirs again if nothing changes them, see `_leave`; else their values are copied
+            self._copies.keep(self._tracked.root, sources)
+        if not self.banks:
+            self.forget()
+        # what was set aside for a plan that was not made
+        self._tracked.refresh_live()
+        return len(moved)
+
+    def _elsewhere(self) -> list[torch.Tensor]:
+        """The parameters in system memory."""
+        held = {id(now): now for aside in self._asides.values() if isinstance(now := aside.now, torch.Tensor)}
+        return [now for now in held.values() if is_plain(now) and now.device.type == "cpu"]
+
+    def _leave(self, values: Iterable[Any]) -> None:
+        """Move parameters to system memory: to what they had there, if nothing changed them on the GPU."""
+        leaving = [v for v in values if isinstance(v, torch.Tensor) and v.is_cuda]
+        if not leaving:
+            return
+        # the last launch may still read them
+        torch.cuda.synchronize(self.device)
+        host_copies.put_back_everywhere(leaving)
+        with torch.inference_mode(False), torch.no_grad():
+            for value in leaving:
+                if value.is_cuda:
+                    set_data(value, live_tensor(value).to("cpu"))
+
+    def _on_gpu(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.inference_mode(False), torch.no_grad(), Staging() as copy:
+            found = []
+            for value in values:
+                source = live_tensor(value)
+                if not source.is_cuda:
+                    there = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+                    copy(there, source)
+                    source = there
+                found.append(source)
+        return found
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Within, the parameters in system memory are empty ones on the GPU: a host that moves the module there leaves
+        them where they are."""
+        taken = []
+        here = self._elsewhere()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for aside in self._asides.values():
+                    value = aside.now
+                    if any(value is each for each in here):
+                        taken.append((aside, live_tensor(value), value))
+                        set_data(value, torch.empty(0, dtype=value.dtype, device=self.device))
+            yield
+        finally:
+            for aside, source, value in taken:
+                # the host may have put another object there
+                for now in {id(each): each for each in (aside.now, value)}.values():
+                    if isinstance(now, torch.Tensor) and not now.numel():
+                        set_data(now, source)
+
+    @contextlib.contextmanager
+    def lent(self, module: nn.Module) -> Iterator[None]:
+        """Within, the parameters of one layer that are in system memory are on the GPU, for a host that changes them
+        there. Afterwards their values are where they were."""
+        mine = set(map(id, module._parameters.values()))
+        lent = [(value, live_tensor(value)) for value in self._elsewhere() if id(value) in mine]
+        with torch.inference_mode(False), torch.no_grad():
+            for value, there in zip([value for value, _ in lent], self._on_gpu([source for _, source in lent])):
+                set_data(value, there)
+        try:
+            yield
+        finally:
+            with torch.inference_mode(False), torch.no_grad():
+                for value, source in lent:
+                    if value.is_cuda and value.shape == source.shape and value.dtype == source.dtype:
+                        # what the host wrote counts as a change of the parameter, which its version shows
+                        source.copy_(live_tensor(value))
+                        set_data(value, source)
+
+    def places_in(self, root: nn.Module) -> dict[str, list[WeightSlot]] | None:
+        """Where another module has parameters of the same paths, shapes and dtypes; None if it has not all of them."""
+        places = places_of(root)
+        found: dict[str, list[WeightSlot]] = {}
+        for path, aside in self._asides.items():
+            paths = paths_of(self._tracked.root, Weight(path, torch.empty(0), aside.slots))
+            slots = slots_at(paths, places)
+            if not slots:
+                return None
+            value = slots[0][0][slots[0][1]]
+            if value.shape != aside.shape or value.dtype != aside.dtype:
+                return None
+            found[path] = slots
+        return found
+
+    def follow(self, places: dict[str, list[WeightSlot]]) -> None:
+        """The banks are those of another module from now on, see `places_in`."""
+        self._copies.drop()
+        for path, slots in places.items():
+            aside = self._asides[path]
+            aside.slots, aside.seen, aside.digest = slots, None, None
+
+    def forget(self) -> None:
+        """No plan has such banks any more, and the parameters are the host's to move."""
+        self._asides = {}
+        self._copies.drop()
+
+    @property
+    def bytes(self) -> int:
+        """What the parameters take in half precision."""
+        return sum(map(_size, self._asides.values()))
+
+
+def _size(aside: Aside) -> int:
+    return aside.shape.numel() * aside.dtype.itemsize
+
+
+def _batches(banks: Sequence[Bank]) -> Iterator[list[Bank]]:
+    some: list[Bank] = []
+    size = 0
+    for bank in banks:
+        some.append(bank)
+        size += 2 * bank.rows.numel()
+        if size >= BATCH_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some

@@ -1,0 +1,53 @@
+"""What keeps 8-bit integers from being stale, and forwards from weights in system memory, on a card that is small."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+_TESTS = "runtime/test_resident.py::"
+_CHANGES = _TESTS + "test_changes_are_followed_at_the_next_call"
+_BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
+
+MUTATIONS = [
+    Mutation(
+        "weights that changed while they were in system memory", "weights/resident.py",
+        "if aside.seen != state_of(aside.checked())", "if False",
+        (_CHANGES,),
+    ),
+    Mutation(
+        "writes that torch does not count", "weights/resident.py",
+        "changed |= {id(aside) for aside in self._audited(", "changed |= {id(aside) for aside in () and self._audited(",
+        (_CHANGES,),
+    ),
+    Mutation(
+        "banks without values", "weights/banks.py",
+        "self.ready = not self.sources", "pass",
+        (_TESTS + "test_memory_that_others_need",),
+    ),
+    Mutation(
+        "weights that come back before the original forward", "runtime/model_state.py",
+        "while True:\n self.bring_back()", "while True:\n pass",
+        _BACK,
+    ),
+    Mutation(
+        "weights of a forward over the module's", "accelerator.py",
+        "if not self.installed():\n self.bring_weights_back()", "pass",
+        (_TESTS + "test_a_forward_that_is_put_over_the_module_finds_its_weights",),
+    ),
+    Mutation(
+        "weights of copies", "accelerator.py",
+        "self._context.bring_back()\n self.arena.restore_layout_temporarily()",
+        "self.arena.restore_layout_temporarily()",
+        (_TESTS + "test_copies_have_their_weights_on_one_device",),
+    ),
+    Mutation(
+        "weights that something else of the graph reads", "passes/eight_bits.py",
+        "return [c for c in found if read.isdisjoint(map(id, parts_of(c.weight)))]", "return found",
+        (_TESTS + "test_a_weight_that_is_read_elsewhere_as_well_stays",),
+    ),
+    Mutation(
+        "weights after 8 bits are off", "accelerator.py",
+        "if not (config.enabled and config.eight_bits):\n residency.give_back(self._context)", "pass",
+        (_TESTS + "test_off_gives_them_back_at_once_and_the_exact_bits",),
+    ),
+]

@@ -1,0 +1,137 @@
+"""Random events of weights in system memory: whatever happens, a call gives what its twin gives."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from pretended_card import GPU, Card
+from torch import nn
+
+from sfast_ext import accelerate
+from sfast_ext.plans.graph_pool import pool_of
+
+from .eight_bits import On
+from .test_resident import CARD, CHANGES, OFF, away, card, halves, kernels  # noqa: F401
+
+EVENTS = 24
+FIRST, SEEDS = (int(os.environ.get(name, default)) for name, default in (("SEED", "0"), ("SEEDS", "3")))
+"""More of them: SEED=100 SEEDS=40 python -m pytest runtime/test_resident_events.py"""
+
+
+class Life(On):
+    """A model, its twin, and what happens to them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(CARD, "cuda")
+        self.rng = random.Random(seed)
+        self.rows = 64
+        self.done: list[str] = []
+        self.hook: object = None
+
+    def step(self) -> None:
+        name = self.rng.choice(list(EVENTS_BY_NAME))
+        self.done.append(name)
+        EVENTS_BY_NAME[name](self)
+        for _ in range(self.rng.randint(1, 3)):
+            error = self.error(self.rows)
+            exact = self.acc.config.eight_bits is False or self.hook is not None
+            assert error < (0.02 if exact else 0.07), (error, self.done, self.words())
+
+    def change(self) -> None:
+        # a host that leaves a weight in system memory has its own error without plans
+        how = self.rng.choice([how for how in CHANGES if how != "a tensor in system memory"])
+        self.done[-1] += f" {how}"
+        # so that values stay of one size
+        self.both(CHANGES[how])
+        scale = {"in place": 1.6, "data": 1.6, "object": 1.6, "uncounted": 1.5, "a tensor on the gpu": 2.0}.get(how)
+        layer = {"uncounted": "blocks.0.ff_out", "a tensor on the gpu": "blocks.1.to_v"}.get(how, "blocks.1.ff_in")
+        if scale is not None:
+            self.both(lambda m: m.get_submodule(layer).weight.mul_(1 / scale))
+
+    def leave(self) -> None:
+        self.ours.to("cpu")
+        if self.rng.random() < 0.5:
+            self.acc.give_memory_back()
+        if self.rng.random() < 0.5:
+            self.change()
+        if self.rng.random() < 0.6:
+            with self.acc.keeping_aside(GPU):
+                if self.rng.random() < 0.5:
+                    self.acc.fetch_weights()
+                self.ours.to("cuda")
+        else:
+            self.ours.to("cuda")
+
+    def bypass(self) -> None:
+        if self.hook is None:
+            self.hook = self.ours.blocks[0].register_forward_hook(lambda module, given, result: result)
+        else:
+            self.hook.remove()  # type: ignore[attr-defined]
+            self.hook = None
+
+    def over(self) -> None:
+        ours, plain = self.ours.forward, type(self.ours).forward
+        self.ours.forward = lambda x: plain(self.ours, x)
+        assert self.error(self.rows) < 1e-6
+        self.ours.forward = ours
+
+    def again(self) -> None:
+        config = self.acc.config
+        self.acc.release()
+        assert not away(self) and {p.device.type for p in self.ours.parameters()} == {"cuda"}
+        assert not self.acc.arena.resident and not self.acc.arena.resident._copies.bytes
+        self.acc = accelerate(self.ours, config)
+
+    def size(self) -> None:
+        self.rows = self.rng.choice([32, 64, 256])
+
+    def switch(self) -> None:
+        self.acc.configure(OFF if self.acc.config.eight_bits else CARD)
+        assert self.acc.config.eight_bits or not away(self)
+
+    def lend(self) -> None:
+        layer = self.rng.choice([m for m in self.ours.blocks[1].modules() if isinstance(m, nn.Linear)])
+        name = next(n for n, m in self.ours.named_modules() if m is layer)
+        with self.acc.on_gpu(layer):
+            assert layer.weight.is_cuda
+            layer.weight.mul_(-1.0)
+        self.twin.get_submodule(name).weight.mul_(-1.0)
+
+    def short(self) -> None:
+        pool_of(GPU).make_room(self.acc.report)
+
+    def generation(self) -> None:
+        self.acc.new_generation()
+
+
+EVENTS_BY_NAME: dict[str, Callable[[Life], None]] = {
+    "a change": Life.change,
+    "another change": Life.change,
+    "it leaves the GPU and comes back": Life.leave,
+    "a bypass begins or ends": Life.bypass,
+    "a forward over it": Life.over,
+    "released and accelerated again": Life.again,
+    "another size": Life.size,
+    "8 bits off or on": Life.switch,
+    "a layer is lent": Life.lend,
+    "memory is short": Life.short,
+    "a generation begins": Life.generation,
+}
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
+def test_random_events(card: Card, seed: int) -> None:  # noqa: F811
+    life = Life(seed)
+    life.error(life.rows)
+    for _ in range(EVENTS):
+        life.step()
+    life.acc.release()
+    assert {p.device.type for p in life.ours.parameters()} == {"cuda"} and len(halves(life.ours)) == 12
+    del life
+    gc.collect()
+    assert torch.is_tensor(torch.zeros(1)) and card.allocated < 1 << 20
