@@ -14,7 +14,7 @@ JOBS = Feature("Prepare and Measure", "Prepare and Measure cannot be started")
 SHOWN_ERRORS = Feature("errors", "errors are in the report alone")
 BARS = Feature("lines around progress bars", "lines on the console may tear the progress bar")
 XYZ = Feature("X/Y/Z plot", "the X/Y/Z plot has no axes for it")
-VAE = Feature("VAE", "the VAE is not accelerated")
+VAE = Feature("VAE", "the VAE and the text encoders are not accelerated")
 MEMORY = Feature("memory", "GPU memory that plans hold is freed later than the WebUI needs it")
 VERSION = Feature("version", "the report does not name the version of the WebUI")
 
