@@ -27,6 +27,8 @@ from sfast_ext.ui.settings_table import HostConfig
 NAME = "text encoder"
 MAX_PLANS = 8
 """Kept for each. How many prompts are encoded at once makes the sizes."""
+MANY_GRAPHS = 8
+"""If fewer CUDA graphs are kept ready, as on a small card, all of them are for sizes of images."""
 GAIN = 0.7
 """On an NVIDIA H200 a CUDA graph saves 0.73 to 0.79 of PyTorch's time."""
 BUILD_MS = 500.0
@@ -85,6 +87,7 @@ class TextEncoders:
         config = replace(
             config,
             enabled=config.enabled and config.text_encoders,
+            cuda_graphs=config.cuda_graphs and config.max_graphs >= MANY_GRAPHS,
             rare_calls=True,
             rare_gain=GAIN,
             rare_build_ms=BUILD_MS,

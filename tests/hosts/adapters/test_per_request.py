@@ -22,6 +22,7 @@ VALUES = {
     "sfast_eight_bits": True,
     "sfast_max_graphs": 4, "sfast_cuda_graphs": False, "sfast_triton": False, "sfast_check": "never",
     "sfast_tolerance": 0.05, "sfast_allow_cpu": True, "sfast_vae": False, "sfast_png": False,
+    "sfast_text_encoders": False,
     "sfast_ahead": False, "sfast_log_level": "quiet",
 }  # fmt: skip
 

@@ -429,6 +429,18 @@ def test_other_modules_are_left_alone(module):
     assert layers_of(module) is None
 
 
+@pytest.mark.parametrize(("kept", "graphs"), [(16, True), (8, True), (7, False), (4, False)])
+def test_graphs_are_for_images_if_few_are_kept_and_sums_and_products_stay_exact(kept, graphs):
+    encoders = TextEncoders(lambda module: Hooks(), Report())
+    (found,) = encoders.follow([standin.clip_l(1)], HostConfig(max_graphs=kept, faster_sums=True, eight_bits=True))
+    assert found.config.cuda_graphs == graphs and found.config.rare_calls
+    assert not found.config.faster_sums and not found.config.eight_bits
+    encoders.release()
+    (found,) = encoders.follow([standin.clip_l(1)], HostConfig(cuda_graphs=False))
+    assert not found.config.cuda_graphs
+    encoders.release()
+
+
 def test_one_encoder_that_is_named_twice_has_one_accelerator():
     encoder = standin.clip_l(1)
     encoders = TextEncoders(lambda module: Hooks(), Report())
