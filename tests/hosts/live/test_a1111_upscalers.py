@@ -11,7 +11,7 @@ import torch
 
 from . import a1111
 from .a1111 import HIRES, INIT, MARKS, PLAIN, TOLERANCE, apart
-from .webui import WebUI, add_extension
+from .webui import WebUI, add_extension, encoded
 
 pytestmark = MARKS
 AT_ONCE = """
@@ -25,11 +25,18 @@ if importlib.util.find_spec("sfast_ext"):
 """
 SETTINGS = {"ESRGAN_tile": 32, "ESRGAN_tile_overlap": 8}
 ENLARGED = {"image": INIT, "upscaling_resize": 4, "upscaler_1": "small-a"}
+
+
+def turned(degrees: int) -> str:
+    return encoded(a1111.GRADIENT.rotate(degrees))
+
+
 STEPS: list[tuple[str, str, dict[str, Any]]] = [
     ("alone", "extra-single-image", ENLARGED),
-    ("again", "extra-single-image", ENLARGED),
+    # the WebUI keeps what it enlarged, so each image is another
+    ("again", "extra-single-image", {**ENLARGED, "image": turned(90)}),
     ("another", "extra-single-image", {**ENLARGED, "upscaler_1": "small-b"}),
-    ("the first", "extra-single-image", ENLARGED),
+    ("the first", "extra-single-image", {**ENLARGED, "image": turned(180)}),
     ("hires", "txt2img", {**HIRES, "hr_upscaler": "small-a"}),
     ("hires again", "txt2img", {**HIRES, "hr_upscaler": "small-a", "seed": 3}),
     ("latent", "txt2img", PLAIN),
