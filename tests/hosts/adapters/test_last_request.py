@@ -111,6 +111,8 @@ def test_both_images_are_those_of_the_last_request_and_nothing_is_saved(world):
     assert found["same_request"] and found["largest_difference"] <= 1 and found["mean_difference"] < 0.1
     assert found["times"] == pytest.approx(found["original"]["seconds"] / found["accelerated"]["seconds"], rel=0.1)
     assert all(each.startswith(b"\x89PNG") for each in world.session.last_request.compared().files.values())
+    # its own images are not the last ones
+    assert world.session.last_request._request.n_iter == 4
     # the user's own request is as it was
     assert not first.do_not_save_samples and first.n_iter == 4 and KEY not in first.override_settings
     assert status()["enabled"] and status()["last_error"] is None
@@ -213,6 +215,15 @@ def test_a_request_within_another_is_a_part_of_it(world):
 
     last.around(draws, outer)
     assert last._request.seed == 8 and last._request.options == {"steps": 3}
+    before = last._request
+
+    def ends(p):
+        draws(p)
+        return SimpleNamespace(images=[])
+
+    # an interruption after the faces
+    last.around(ends, Request(steps=3))
+    assert last._request is before
 
 
 @pytest.mark.parametrize("result", [None, SimpleNamespace(images=[]), SimpleNamespace()])
