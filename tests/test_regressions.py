@@ -69,6 +69,16 @@ def test_a_weight_transposed_on_its_own_memory_is_seen(pair):
     assert attention(pair.ours).to_out.weight.stride() == attention(pair.twin).to_out.weight.stride()
 
 
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (0, 1, 3, 2), (1, 0, 3, 2)])
+def test_the_weight_of_a_convolution_transposed_on_its_own_memory_is_seen(pair, order):
+    def change(net):
+        weight = net.blocks[1].conv.weight
+        weight.data = weight.data.permute(order)
+
+    pair.both(change)
+    pair.same(2)
+
+
 def test_weights_untied_do_not_end_every_plan():
     def tie(net):
         attention(net).to_k.weight = attention(net).to_q.weight

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -114,13 +114,28 @@ def _record(
     lazily = _lazily(True) if _lazily is not None else contextlib.nullcontext()
     modes = mode if mode is not None else contextlib.nullcontext()
     try:
-        with lazily, modes, foreign_ops.recorded(), _report_much_memory(), imports.in_other_thread():
+        with lazily, modes, foreign_ops.recorded(), _report_much_memory(), imports.in_other_thread(), _uncompiled():
             # make_fx uses the active fake mode
             return make_fx(recorded, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
     finally:
         if mode is not None:
             # weak references to the weights, for which torch.utils.swap_tensors raises
             mode.fake_tensor_converter = type(mode.fake_tensor_converter)()
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run functions that torch.compile made as they were written, so that their operations are recorded."""
+    config = torch._dynamo.config
+    before = getattr(config, "error_on_nested_fx_trace", None)
+    if before is None:
+        yield
+        return
+    config.error_on_nested_fx_trace = False
+    try:
+        yield
+    finally:
+        config.error_on_nested_fx_trace = before
 
 
 def _report_much_memory() -> contextlib.AbstractContextManager[None]:

@@ -37,6 +37,7 @@ from . import (
     mma_products,
     narrow_conv,
     packed_linear,
+    quantised_linear,
     query_attention,
     rewrite,
     scaled_dot_product,
@@ -83,6 +84,7 @@ PASSES: list[Pass] = [
     Pass("cse", cse.cse, CANONICALIZE, ("cleanup",)),
     # cleanup: `detach_` pins the literals of a forward
     Pass("fold_constants", cse.fold_constants, CANONICALIZE, ("cleanup",)),
+    Pass("quantised_linear", quantised_linear.quantised_linear, CANONICALIZE),
     Pass("silu", silu.silu, CANONICALIZE),
     # cleanup: dropout that drops nothing stands between softmax and matmul
     Pass("scaled_dot_product", scaled_dot_product.scaled_dot_product, CANONICALIZE, ("cleanup",)),
@@ -111,6 +113,9 @@ PASSES: list[Pass] = [
     # layer_norm, geglu: the kernels that are replaced, or whose results are quantised
     # linear_accumulate: it needs the linears as they are
     Pass("eight_bits", eight_bits.eight_bits, FUSION, ("layer_norm", "geglu", "linear_accumulate")),
+    # layer_norm, geglu: the kernels that are replaced
+    Pass("quantised_norm", quantised_linear.quantised_norm, FUSION, ("layer_norm",)),
+    Pass("quantised_geglu", quantised_linear.quantised_geglu, FUSION, ("geglu",)),
     # eight_bits: it needs norms and the linears that read them as they are
     # cleanup: between a 1x1 convolution that has become a linear and the norm only one reshape is left
     Pass("linear_layer_norm", linear_layer_norm.linear_layer_norm, FUSION, ("eight_bits", "cleanup")),

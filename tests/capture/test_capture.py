@@ -134,6 +134,21 @@ def test_a_compiled_function_is_named_as_such():
         captured(compiled, X)
 
 
+def test_a_compiled_function_is_recorded_as_it_was_written():
+    double = torch.compile(lambda x: x.sin() * 2, backend="eager")
+    double(X)
+    before = torch._dynamo.config.error_on_nested_fx_trace
+
+    def function(m, x):
+        return double(x) + 1
+
+    *_, recorded = captured(function, X)
+    assert [n.target for n in recorded.graph_module.graph.nodes if n.op == "call_function"] == [
+        torch.ops.aten.sin.default, torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor,
+    ]  # fmt: skip
+    assert torch._dynamo.config.error_on_nested_fx_trace == before
+
+
 def test_a_refused_capture_leaves_no_state_behind():
     def remember(m, x):
         m.cache = x

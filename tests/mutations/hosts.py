@@ -38,9 +38,19 @@ MUTATIONS = [
         (_OFFLOAD + "test_a_vae_that_is_brought_on_demand_runs_by_itself_beside_an_accelerated_unet",),
     ),
     Mutation(
-        "classes of SDNQ", "hosts/sdnext/refusals.py",
-        'or _is_sdnqs(type(m)) for m', "for m",
+        "classes of SDNQ", "hosts/sdnext/sdnq_layers.py",
+        'or is_class_of_sdnq(type(module))', "",
         (_OFFLOAD + "test_a_layer_of_sdnq_is_told_by_its_class",),
+    ),
+    Mutation(
+        "formats of SDNQ", "hosts/sdnext/sdnq_layers.py",
+        "if value != known:", "if False:",
+        ("hosts/adapters/test_sdnext_sdnq.py::test_another_format_is_named",),
+    ),
+    Mutation(
+        "what SDNQ adds to a product", "hosts/sdnext/sdnq_layers.py",
+        "if getattr(layer, name, None) is not None:", "if False:",
+        ("hosts/adapters/test_sdnext_sdnq.py::test_what_is_added_is_named",),
     ),
     Mutation(
         "a VAE in 8 bits", "hosts/vae.py",

@@ -8,6 +8,8 @@ _WEIGHTS = "kernels/eight_bits/quantise_weights.py"
 _ROWS = "kernels/eight_bits/quantise_rows.py"
 _TEST = "kernels/eight_bits/test_quantise_weights.py::"
 _ROWS_TEST = "kernels/eight_bits/test_quantise_rows.py::"
+_LAYERS = "passes/quantised_linear.py"
+_LAYER = "passes/test_quantised_linear.py::"
 _PLAN = "plans/test_quantised_weights.py::"
 
 MUTATIONS = [
@@ -110,5 +112,35 @@ MUTATIONS = [
         "Triton alone runs nothing in CUDA C++", "kernels/backend/registry.py",
         "triton and not (self.portable and not self.triton_functions and not self.uses)", "triton",
         (_PLAN + "test_triton_alone_is_not_enough",),
+    ),
+    Mutation(
+        "bounds of a library's codes", _LAYERS,
+        "if bounds not in ([-128, 127], [-127, 127]):", "if False:",
+        (_LAYER + "test_other_formats_stay",),
+    ),
+    Mutation(
+        "levels of a library's codes", _LAYERS,
+        "and scale.args[1] == quantise_rows.LARGEST", "",
+        (_LAYER + "test_other_formats_stay",),
+    ),
+    Mutation(
+        "scales of rows", _LAYERS,
+        "or largest.args[1] not in ([-1], -1)", "",
+        (_LAYER + "test_other_formats_stay",),
+    ),
+    Mutation(
+        "a factor of addcmul", _LAYERS,
+        'or argument(last, 3, "value", 1) != 1', "",
+        (_LAYER + "test_other_formats_stay",),
+    ),
+    Mutation(
+        "the layout of a library's weight", _LAYERS,
+        'if weight.meta["weight"].tensor.stride() != (1, size[0]):', "if False:",
+        (_LAYER + "test_other_formats_stay",),
+    ),
+    Mutation(
+        "inputs that are written later", _LAYERS,
+        "return pinned.isdisjoint([x, weight, scales, result]) and", "return",
+        (_LAYER + "test_an_input_that_is_written_later_stays",),
     ),
 ]

@@ -22,8 +22,13 @@ MUTATIONS = [
     ),
     Mutation(
         "parameters that are transposed in their place", "weights/change_detector.py",
-        "and list(map(torch.Tensor.stride, self._bound)) == self._strides\n", "\n",
+        "and all(map(torch.Tensor.is_contiguous, self._select_rows(self._bound)))\n", "\n",
         ("test_regressions.py::test_a_weight_transposed_on_its_own_memory_is_seen",),
+    ),
+    Mutation(
+        "convolutions whose weight is transposed in its place", "weights/change_detector.py",
+        "and list(map(torch.Tensor.stride, self._select_others(self._bound))) == self._other_strides\n", "\n",
+        ("test_regressions.py::test_the_weight_of_a_convolution_transposed_on_its_own_memory_is_seen",),
     ),
     Mutation(
         "parameters that are gone", "weights/weight.py",

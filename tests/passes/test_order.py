@@ -11,10 +11,12 @@ from unittest import mock
 import eight_bit_kernels
 import pytest
 import torch
+from quantised_layer import Layer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sfast_ext import passes
+from sfast_ext.capture.functionalize import functionalize
 from sfast_ext.kernels.attention import query_attention
 from sfast_ext.kernels.linear import linear_layer_norm
 from sfast_ext.passes import PASSES, Pass, Phase, run_passes
@@ -217,11 +219,30 @@ def in_8_bits() -> Traced:
     return traced
 
 
+class Quantised(nn.Module):
+    """A layer that a library quantised, between a norm and GEGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(C).to(HALF), Layer(C, 4 * C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.layer(self.norm(x)).chunk(2, -1)
+        return value * F.gelu(gate)
+
+
+def by_a_library() -> Traced:
+    traced = Traced(Quantised(), PROMPT)
+    functionalize(traced.gm)
+    return traced
+
+
 HEADS = randn(2, 4, 5, C // 4).to(HALF)
 TOKENS = [randn(2, 13, 24), randn(2, 13, 24).cos(), randn(2, 13, 24).sin()]
 NETS: dict[str, Callable[[], Traced]] = {
     "a UNet": lambda: Traced(Net(unet).to(HALF), LATENT, T, PROMPT),
     "8 bits": in_8_bits,
+    "a quantised layer": by_a_library,
     "a residual block": lambda: Traced(Net(Net.resnet).to(HALF), LARGE, EMB),
     "two embeddings": lambda: Traced(Net(two_times).to(HALF), LARGE, EMB),
     "queries permuted": lambda: Traced(Net(permuted).to(HALF), PROMPT, HEADS, HEADS),
@@ -282,6 +303,8 @@ PROOFS: dict[str, tuple[str, str]] = {
     "eight_bits after layer_norm": ("8 bits", "eight_bits"),
     "eight_bits after geglu": ("8 bits", "eight_bits"),
     "eight_bits after linear_accumulate": ("8 bits", "linear_accumulate"),
+    "quantised_norm after layer_norm": ("a quantised layer", "quantised_norm"),
+    "quantised_geglu after geglu": ("a quantised layer", "quantised_geglu"),
     "linear_layer_norm after eight_bits": ("8 bits", "eight_bits"),
     "linear_layer_norm after cleanup": ("a UNet", "linear_layer_norm"),
     "bias_add after narrow_conv": ("a UNet", "+ add_group_norm"),

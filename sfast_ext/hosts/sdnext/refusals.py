@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from sfast_ext.hosts import gpu_room, reasons
+from sfast_ext.hosts.sdnext import sdnq_layers
 from sfast_ext.reasons import Reason
 
 OFFLOADS = {"sequential": reasons.OFFLOAD_BY_LAYERS, "group": reasons.OFFLOAD_BY_GROUPS}
@@ -105,26 +106,26 @@ def _compiled(unet: nn.Module) -> bool:
 
 
 def _quantised(unet: nn.Module) -> str | None:
-    method = getattr(unet, "quantization_method", None)
-    if method is not None:
-        return str(getattr(method, "value", method))
-    if any("sdnq_dequantizer" in m.__dict__ or _is_sdnqs(type(m)) for m in unet.modules()):
-        return "SDNQ"
-    for weight in _weights(unet):
+    of_sdnq = [m for m in unet.modules() if sdnq_layers.is_of_sdnq(m)]
+    if of_sdnq:
+        unknown = next((what for m in of_sdnq if (what := sdnq_layers.unknown_format(m))), None)
+        if unknown is not None:
+            return f"SDNQ, {unknown}"
+    else:
+        method = getattr(unet, "quantization_method", None)
+        if method is not None:
+            return str(getattr(method, "value", method))
+    known = set(map(id, of_sdnq))
+    for weight in _weights(module for module in unet.modules() if id(module) not in known):
         if type(weight) not in (torch.Tensor, nn.Parameter):
-            return "SDNQ" if _is_sdnqs(type(weight)) else type(weight).__name__
+            return "SDNQ" if sdnq_layers.is_class_of_sdnq(type(weight)) else type(weight).__name__
         if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             return str(weight.dtype).removeprefix("torch.")
     return None
 
 
-def _is_sdnqs(kind: type) -> bool:
-    """Whether a class is SDNQ's, which is the package `sdnq` or, in older releases, SD.Next's `modules.sdnq`."""
-    return kind.__module__.startswith(("sdnq.", "modules.sdnq."))
-
-
-def _weights(unet: nn.Module) -> Iterator[torch.Tensor]:
-    for module in unet.modules():
+def _weights(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    for module in modules:
         if isinstance(module, (nn.Linear, nn.Conv2d)) and isinstance(module.weight, torch.Tensor):
             yield module.weight
 

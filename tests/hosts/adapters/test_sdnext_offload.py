@@ -366,7 +366,7 @@ def test_a_layer_of_sdnq_is_told_by_its_class(host: Host, module: str) -> None:
     base = kind if issubclass(kind, nn.Module) else nn.Linear
     layer.__class__ = type(f"SDNQ{base.__name__}", (base,), {"__module__": module})
     expected = host.stock()
-    close(bypassed(host, "the model is quantised (SDNQ)"), expected)
+    close(bypassed(host, "the model is quantised (SDNQ, "), expected)
     layer.__class__ = kind
     close(accelerated(host), expected)
 
