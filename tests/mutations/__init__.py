@@ -61,6 +61,7 @@ def every() -> list[Mutation]:
         quantised,
         recorded,
         states,
+        transformers,
         values,
         weights,
     )
@@ -82,4 +83,5 @@ def every() -> list[Mutation]:
         *files.MUTATIONS,
         *hosts.MUTATIONS,
         *eight_bits.MUTATIONS,
+        *transformers.MUTATIONS,
     ]
