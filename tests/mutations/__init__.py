@@ -65,6 +65,7 @@ def every() -> list[Mutation]:
         resident,
         states,
         texts,
+        transformer_capture,
         transformers,
         values,
         weights,
@@ -92,4 +93,5 @@ def every() -> list[Mutation]:
         *resident.MUTATIONS,
         *texts.MUTATIONS,
         *transformers.MUTATIONS,
+        *transformer_capture.MUTATIONS,
     ]
