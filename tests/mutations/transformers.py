@@ -87,7 +87,8 @@ MUTATIONS = [
     ),
     Mutation(
         "embedders with a norm", "passes/eight_bits.py",
-        'return isinstance(source, fx.Node) and source.op != "placeholder"', "return True", _LEFT_ALONE,
+        "return is_op(x, (modulated_norm.launch,)) and after_product(x)", "return is_op(x, (modulated_norm.launch,))",
+        _LEFT_ALONE,
     ),
     Mutation(
         "parts that nothing known writes", "passes/eight_bits.py",
