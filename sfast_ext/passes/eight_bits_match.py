@@ -15,12 +15,13 @@ from sfast_ext.kernels.pointwise import add_layer_norm, gated_norm, geglu, layer
 from .attention import ATTENTION
 from .cleanup import PERMUTE
 from .rewrite import (
-    CAST,
+    CONV,
     HALF,
     LINEAR,
     RESHAPE,
     argument,
     dtype,
+    is_kernel,
     is_op,
     is_weight,
     mutated,
@@ -159,12 +160,21 @@ def is_modulated(x: fx.Node) -> bool:
     """Whether a norm of a transformer writes a value, and not that of an input's embedding."""
     if is_op(x, (operator.getitem,)):
         return is_op(x.args[0], (gated_norm.launch,)) and x.args[1] == 1
-    if not is_op(x, (modulated_norm.launch,)):
-        return False
-    source: Any = x.args[0]
-    while is_op(source, _VIEWS | CAST):
-        source = source.args[0]
-    return isinstance(source, fx.Node) and source.op != "placeholder"
+    return is_op(x, (modulated_norm.launch,)) and after_product(x)
+
+
+def after_product(norm: fx.Node) -> bool:
+    """Whether a norm reads what a product has made: not what a forward is given, joined, padded or cast."""
+    waiting, seen = [norm.args[0]], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node in seen or not isinstance(node, fx.Node):
+            continue
+        if is_op(node, LINEAR | CONV) or is_kernel(node.target):
+            return True
+        seen.add(node)
+        waiting += node.all_input_nodes
+    return False
 
 
 def layer_name(path: str) -> str:

@@ -83,19 +83,20 @@ MUTATIONS = [
         "if not same_meta(gate, value) or not same_meta(gate, product) or", "if", _SWIGLU,
     ),
     Mutation(
-        "layers that make pixels", "passes/eight_bits.py", "if size[1] >= PIXELS * columns:", "if False:", _LEFT_ALONE,
+        "layers that make pixels", "passes/eight_bits_match.py", "if size[1] >= PIXELS * columns:", "if False:", _LEFT_ALONE,
     ),
     Mutation(
-        "embedders with a norm", "passes/eight_bits.py",
-        'return isinstance(source, fx.Node) and source.op != "placeholder"', "return True", _LEFT_ALONE,
+        "embedders with a norm", "passes/eight_bits_match.py",
+        "return is_op(x, (modulated_norm.launch,)) and after_product(x)", "return is_op(x, (modulated_norm.launch,))",
+        _LEFT_ALONE,
     ),
     Mutation(
-        "parts that nothing known writes", "passes/eight_bits.py",
+        "parts that nothing known writes", "passes/eight_bits_match.py",
         "return all(is_written(part, pinned) for part in x.args[0])",
         "return any(is_written(part, pinned) for part in x.args[0])", _LEFT_ALONE,
     ),
     Mutation(
-        "the sum in the place of the norm", "passes/eight_bits.py",
+        "the sum in the place of the norm", "passes/eight_bits_match.py",
         "return is_op(x.args[0], (gated_norm.launch,)) and x.args[1] == 1",
         "return is_op(x.args[0], (gated_norm.launch,))", _LEFT_ALONE,
     ),

@@ -36,7 +36,7 @@ class Layers(nn.Module):
         self.body, self.weight = body, nn.Parameter(torch.ones(C))
         self.one, self.two, self.three = nn.Linear(C, C), nn.Linear(C, 4 * C), nn.Linear(C, 4 * C)
         self.down, self.pixels, self.sum = nn.Linear(4 * C, C), nn.Linear(8 * C, 32), nn.Linear(5 * C, C)
-        self.modulation, self.wide = nn.Linear(C, C), nn.Linear(C, 8 * C)
+        self.modulation, self.embed = nn.Linear(C, C), nn.Linear(C, C)
 
     def forward(self, x: Tensor, emb: Tensor) -> Any:
         a, b, c = emb.chunk(3, 1)
@@ -67,11 +67,11 @@ def measured(body: Callable[..., Any] | nn.Module, *inputs: Tensor) -> tuple[Tra
 
 
 TAKEN: dict[str, tuple[Callable[..., Any], list[str]]] = {
-    "a modulated norm": (lambda m, x, a, b, c: m.one(m.normed(x.sin(), a)).sin(), ["one"]),
+    "a modulated norm": (lambda m, x, a, b, c: m.one(m.normed(m.embed(x), a)).sin(), ["one"]),
     "a layer norm with a shift": (
-        lambda m, x, a, b, c: m.one(F.layer_norm(x.sin(), [C]) * (1 + a) + b).sin(), ["one"],
+        lambda m, x, a, b, c: m.one(F.layer_norm(m.embed(x), [C]) * (1 + a) + b).sin(), ["one"],
     ),
-    "an RMS norm alone": (lambda m, x, a, b, c: m.one(torch_rms_norm(x.sin(), m.weight, 1e-5)).sin(), ["one"]),
+    "an RMS norm alone": (lambda m, x, a, b, c: m.one(torch_rms_norm(m.embed(x), m.weight, 1e-5)).sin(), ["one"]),
     "the norm of a gated sum": (
         lambda m, x, a, b, c: ((s := x + a * x.sin()), m.one(m.normed(s, b)).sin()), ["one"],
     ),
@@ -100,9 +100,12 @@ def test_products_of_blocks_are_taken(what: str) -> None:
 KEPT: dict[str, Callable[..., Any]] = {
     "an embedder": lambda m, x, a, b, c: m.one(x).sin(),
     "an embedder with a norm": lambda m, x, a, b, c: m.one(torch_rms_norm(x, m.weight, 1e-5)).sin(),
+    "an embedder of prompts that are joined and padded": lambda m, x, a, b, c: m.one(
+        torch_rms_norm(torch.cat([x[:, :100], x[:, 100:].float().to(x.dtype), a.repeat(1, 9, 1)], 1), m.weight, 1e-5)
+    ).sin(),
     "what modulates norms": lambda m, x, a, b, c: m.modulation(F.silu(x.mean(1))),
     "a layer that makes pixels": lambda m, x, a, b, c: m.pixels(F.gelu(x.sin().repeat(1, 1, 8))),
-    "few rows": lambda m, x, a, b, c: m.one(m.normed(x.sin()[:, :100], a)).sin(),
+    "few rows": lambda m, x, a, b, c: m.one(m.normed(m.embed(x)[:, :100], a)).sin(),
     "an attention and something else": lambda m, x, a, b, c: m.sum(torch.cat([m.attention(x), x.repeat(1, 1, 4)], 2)),
     "a sum": lambda m, x, a, b, c: m.one(x.sin() + x.cos()),
     "SiLU of an embedding": lambda m, x, a, b, c: m.one(F.silu(x.sin())),
