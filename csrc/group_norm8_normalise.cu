@@ -55,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   pdl_wait();
   __shared__ float mean_of[128], rstd_of[128];
   __shared__ unsigned largest_of_warps[32], negative_of_warps[32];
+  __shared__ Sums sums_of[THREADS / 32][32];
   const int width = channels / groups, packs = block_groups * width / PACK;
   const int lane = quotient(threadIdx.x, 1.f / packs), inner = (threadIdx.x - lane * packs) * PACK;
   const int first_group = blockIdx.y * block_groups, here = min(block_groups, groups - first_group);
@@ -70,11 +71,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
   const float* const means = partial + (long long)blockIdx.z * parts * groups;
   const float* const m2s = means + (long long)gridDim.z * parts * groups;
-  for (int group = warp; group < groups; group += warps) {
-    const Moments of_group = moments_of(means + group, m2s + group, parts, groups, pixels, per_part, width, eps);
-    if (in_warp == 0) mean_of[group] = of_group.mean, rstd_of[group] = of_group.rstd;
+  // of all groups, as moments_of of one: a lane has a group, a warp some of the parts
+  for (int first = 0; first < groups; first += 32) {
+    const int group = min(first + in_warp, groups - 1);
+    const float centre = means[group], values = (float)pixels * width;
+    Sums sums = {0.f, 0.f};
+#pragma unroll 4
+    for (int part = warp; part < parts; part += warps) {
+      const float count = (float)min(per_part, pixels - part * per_part) * width;
+      const float deviation = means[part * groups + group] - centre;
+      sums.add({count * deviation, m2s[part * groups + group] + count * deviation * deviation});
+    }
+    sums_of[warp][in_warp] = sums;
+    __syncthreads();
+    if (warp == 0) {
+      for (int i = 1; i < warps; ++i) sums.add(sums_of[i][in_warp]);
+      mean_of[group] = centre + sums.sum / values;
+      rstd_of[group] = 1.f / sqrtf(sums.m2(values) / values + eps);
+    }
+    __syncthreads();
   }
-  __syncthreads();
 
   // a thread has some channels, of every `down`-th part
   const int all = channels / PACK, down = (int)blockDim.x >= 2 * all ? blockDim.x / all : 1;
@@ -90,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (weight) load<TYPE>(weight + channel, gamma);
     if (bias) load<TYPE>(bias + channel, beta);
     affine_of(gamma, beta, weight, mean_of, rstd_of, Groups(channel, width), addend, factor, offset);
-#pragma unroll 2
+#pragma unroll 4
     for (int part = first_part; part < parts; part += down) {
       float ends[2][PACK];
       load<TYPE>(least + (long long)part * channels + channel, ends[0]);

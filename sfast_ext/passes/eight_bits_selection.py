@@ -9,8 +9,9 @@ The image that a convolution reads has one factor, so its error is of pixels of 
 What the two limits are: for values with a normal distribution, a row of 1,280 has a largest magnitude of 3.4 standard
 deviations, so rounding to 127 steps moves it by 0.8 %, and the product of two such operands by 1.1 %. `LIMIT` is what
 some outliers in a row add to that. A layer above it would contribute more noise than 20 of the others. The whole is
-judged by the plan's result, see `runtime.verify`. If that is too far from the original's, the worst tenth of the layers
-is kept as well (`Selection.tighten`).
+judged by the plan's result, see `runtime.verify`. If that is too far from the original's, further layers are kept
+(`Selection.tighten`): those first that add most to the error for the multiplications that they have. Errors of layers
+are independent, so their squares add up. A small layer adds as much as one that takes ten times as long.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
 
 LIMIT = 0.05
 """Of the error of a layer."""
-TIGHTENED = 0.1
-"""Of the layers, that many more are kept by `tighten`."""
+TIGHTENED = 0.1, 0.5
+"""Of the squared errors of all layers, that much at least and at most is taken away by `tighten`."""
+MARGINS = (0.95, 0.75)
+"""What the error is to be after it, of what it may be: layers do not add alike to it. The second time it must do."""
 SAMPLE = 256
 """Rows of a layer that are measured."""
 OUTPUTS = 1024
@@ -59,6 +62,8 @@ class Errors(NamedTuple):
     rotated: float
     group: int
     """Of the rotation; 0 if no group divides a row."""
+    work: float = 1.0
+    """Its multiplications."""
 
     @property
     def least(self) -> float:
@@ -80,6 +85,8 @@ class Selection:
         inputs: of the call whose plan is made.
         declined: why that plan has no such layer; None if it may have some.
         resident: whether the half-precision values of these layers leave the GPU, see `weights.resident`.
+        excess: by how many times the last plan was further away than it may be.
+        tightened: how often.
     """
 
     errors: dict[str, Errors] = field(default_factory=dict)
@@ -91,6 +98,8 @@ class Selection:
     inputs: Sequence[Any] = ()
     declined: Reason | None = None
     resident: bool = False
+    excess: float = 1.0
+    tightened: int = 0
 
     @contextlib.contextmanager
     def on(self, inputs: Sequence[Any], room: int | None, declined: Reason | None = None) -> Iterator[None]:
@@ -124,15 +133,24 @@ class Selection:
             may_rotate: whether a rotation costs nothing else. If not, the layer is rotated only if it is above the
                 limit without.
         """
-        plain, rotated, group = self.errors[name]
+        plain, rotated, group, _ = self.errors[name]
         if plain <= LIMIT:
             return group if may_rotate and rotated <= GAIN * plain else 0
         return group if rotated < plain else 0
 
     def tighten(self) -> bool:
-        """Keep further layers, the worst first. Returns whether any are left."""
-        left = sorted((name for name in self.errors if name not in self.kept), key=lambda n: -self.errors[n].least)
-        self.kept.update(left[: math.ceil(TIGHTENED * len(self.errors))])
+        """Keep further layers, so that the next plan is expected to be near enough. Returns whether any are left."""
+        squares = {name: error.least**2 for name, error in self.errors.items() if name not in self.kept}
+        margin = MARGINS[min(self.tightened, len(MARGINS) - 1)]
+        self.tightened += 1
+        share = 1 - (margin / self.excess) ** 2 if math.isfinite(self.excess) else 0.0
+        least, most = TIGHTENED
+        unwanted = min(max(least, share), most) * sum(squares.values())
+        for name in sorted(squares, key=lambda n: -squares[n] / self.errors[n].work):
+            if unwanted <= 0:
+                break
+            self.kept.add(name)
+            unwanted -= squares[name]
         return len(self.kept) < len(self.errors)
 
     def listed(self) -> list[tuple[str, float]]:
@@ -168,7 +186,7 @@ def measured(
     for layer in layers:
         waiting.setdefault(layer.x, []).append(layer)
     found: list[Tensor] = []
-    names: list[tuple[str, int]] = []
+    names: list[tuple[str, int, float]] = []
     device = layers[0].weight.tensor.device
     # one copy each: the device is waited for by a copy from memory that is not pinned
     turns: dict[int, Tensor | None] = {0: None}
@@ -177,19 +195,21 @@ def measured(
         for layer in waiting.pop(node, ()):
             if layer.stride:
                 found.append(errors_of_convolution(value, read(layer.weight), layer.stride, layer.silu))
-                names.append((layer.name, 0))
+                pixels = math.prod(-(-size // layer.stride) for size in value.shape[2:]) * len(value)
+                names.append((layer.name, 0, pixels * layer.weight.tensor.numel()))
                 continue
             group = next((g for g in GROUPS if layer.weight.tensor.shape[1] % g == 0), 0)
             if group not in turns:
                 turns[group] = hadamard(group, device)
             found.append(errors_of(value, read(layer.weight), turns[group]))
-            names.append((layer.name, group))
+            names.append((layer.name, group, value.numel() * len(layer.weight.tensor)))
         return bool(waiting)
 
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         run(gm, inputs, seen, read)
     values = torch.stack(found).tolist() if found else []
-    return {name: Errors(pair[0], pair[1], group) for (name, group), pair in zip(names, values, strict=True)}
+    told = zip(names, values, strict=True)
+    return {name: Errors(pair[0], pair[1], group, work) for (name, group, work), pair in told}
 
 
 def errors_of(x: Tensor, weight: Tensor, turn: Tensor | None) -> Tensor:

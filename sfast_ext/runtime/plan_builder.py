@@ -36,7 +36,7 @@ from sfast_ext.runtime.plan_finder import Lookup
 from sfast_ext.runtime.plan_maker import make_plan
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.rounding import PEAK_FACTOR, exact
-from sfast_ext.runtime.verify import Verification, verify_plan
+from sfast_ext.runtime.verify import Verification, excess, verify_plan
 from sfast_ext.weights.weight import tensors_held
 
 _MEASURING = 1.0  # seconds of a first call in which ways to compute the same are compared, at most
@@ -331,6 +331,7 @@ class PlanBuilder:
         if left_behind is not None:
             refusal = reasons.KEEPS_STATE(left_behind)
         elif refusal is not None and plan.banks and selection is not None:
+            selection.excess = excess(plan, context.config)
             inaccurate = refusal.code == reasons.INACCURATE.code
             self._cache.drop(key)
             report.count("captures", -1)

@@ -115,6 +115,12 @@ def tolerance(plan: Plan, config: Config) -> float:
     return BUDGET * config.tolerance if plan.banks else config.tolerance
 
 
+def excess(plan: Plan, config: Config) -> float:
+    """By how many times a plan is further from the original than it may be; infinity if that is not known."""
+    limit = tolerance(plan, config)
+    return math.inf if plan.error is None or not limit else plan.error / limit
+
+
 def too_slow(plan: Plan, config: Config, noise: float) -> Reason | None:
     """The reason to drop a plan that measured slower than the original, beyond so much noise; None if it did not."""
     after, before = plan.ms_after, plan.ms_before

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
 from sfast_ext.passes import eight_bits_selection
-from sfast_ext.passes.eight_bits_selection import LIMIT, Selection
+from sfast_ext.passes.eight_bits_selection import LIMIT, Errors, Selection
 
 from .support import randn
 from .transformers import (
@@ -93,16 +93,55 @@ def test_one_selection_for_all_plans() -> None:
     assert on.error() < 0.05
 
 
-def test_further_layers_are_kept_the_worst_first() -> None:
+def test_further_layers_are_kept_those_first_that_add_most_for_their_work() -> None:
     on = traced(Block(), TOKENS, PROMPT)
     rewritten(on)
     selection = on.ctx.eight_bits
-    order = sorted(selection.errors, key=lambda name: -selection.errors[name].least)
+    works = {name: error.work / (2 * 160 * C * C) for name, error in selection.errors.items()}
+    assert works == {
+        "attn1.to_q+to_k+to_v": 3, "attn1.to_out": 1, "attn2.to_q": 1, "attn2.to_out": 1, "ff_in": 8, "ff_out": 4,
+    }  # fmt: skip
+    order = sorted(works, key=lambda name: -(selection.errors[name].least ** 2) / works[name])
     for n in range(1, 6):
+        selection.tightened = 0
         assert selection.tighten()
         assert selection.kept == {*order[:n]}
-    assert [name for name, _ in selection.listed()] == order[:5]
+    selection.tightened = 0
+    assert {name for name, _ in selection.listed()} == {*order[:5]}
     assert not selection.tighten()
+
+
+@pytest.mark.parametrize(
+    ("excess", "kept"),
+    [
+        (1.0, 10),  # a tenth at least
+        (1.01, 12),
+        (1.25, 43),  # (0.95 / 1.25)² of the squares may be left
+        (2.0, 50),  # half of them at most
+        (1e9, 50),
+        (math.inf, 10),
+        (math.nan, 10),
+    ],
+)
+def test_as_many_are_kept_as_the_result_was_too_far_off(excess: float, kept: int) -> None:
+    selection = Selection({f"{n}": Errors(0.01, 0.02, 0, 1000.0 - n) for n in range(100)})
+    selection.excess = excess
+    assert selection.tighten() and selection.kept == {str(n) for n in range(99, 99 - kept, -1)}
+    # the second time it must do
+    selection.excess = 1.1
+    left = 100 - kept
+    assert selection.tighten()
+    assert abs(len(selection.kept) - kept - left * 0.5) <= 1
+
+
+def test_a_large_layer_stays_where_small_ones_add_as_much() -> None:
+    errors = {"large": Errors(0.02, 0.02, 0, 60e9), **{f"{n}": Errors(0.01, 0.01, 0, 3e9) for n in range(9)}}
+    selection = Selection(dict(errors))
+    while len(selection.kept) < 9:
+        assert "large" not in selection.kept
+        selection.excess, selection.tightened = 1.0, 0
+        assert selection.tighten()
+    assert "large" not in selection.kept and len(selection.kept) == 9
 
 
 def test_values_that_are_not_finite_keep_a_layer() -> None:
