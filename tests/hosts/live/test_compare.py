@@ -19,7 +19,7 @@ HOSTS = [
     pytest.param("sdnext", marks=sdnext.MARKS),
     *(pytest.param(name, marks=program.marks) for name, program in FORGES.items()),
 ]
-OFF = {**PLAIN, "alwayson_scripts": {"Stable Fast": {"args": [False]}}}
+OFF = {**PLAIN, "override_settings": {"sfast_enabled": False}}
 SEEDS = {**PLAIN, "seed": -1}
 
 
