@@ -79,6 +79,14 @@ def test_another_object_is_read(sent: list[Pending]) -> None:
     assert not sent and len(contents._known) <= argument_contents._MAX_REMEMBERED
 
 
+def test_an_object_at_the_address_of_another_is_read(sent: list[Pending]) -> None:
+    contents, one, other = Contents(), on_gpu(1, 1), on_gpu(2, 2)
+    contents.read(one, True)
+    # as if the first were gone, and this one had its address
+    contents._known[id(other)] = contents._known[id(one)]
+    assert contents.read(other, True) == ((2, 2), None) and not sent
+
+
 def test_one_of_several_that_changed_is_enough() -> None:
     good = Pending(torch.tensor([1, 2]), Event(), (1, 2))
     bad = Pending(torch.tensor([1, 3]), Event(), (1, 2))

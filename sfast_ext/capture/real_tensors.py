@@ -161,6 +161,8 @@ class RealTensors(TorchFunctionMode):
         finally:
             if mode is not None:
                 del mode.__torch_dispatch__
+            # they hold weights and inputs, and this outlives the capture
+            self._tracer = self._values = None
         if self.refusal is not None:
             raise self.refusal
 

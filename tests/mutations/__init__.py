@@ -61,6 +61,7 @@ def every() -> list[Mutation]:
         quantised,
         recorded,
         states,
+        transformer_passes,
         transformers,
         values,
         weights,
@@ -84,4 +85,5 @@ def every() -> list[Mutation]:
         *hosts.MUTATIONS,
         *eight_bits.MUTATIONS,
         *transformers.MUTATIONS,
+        *transformer_passes.MUTATIONS,
     ]

@@ -13,9 +13,6 @@ from small_net import CPU, close, counters, no_gradients  # noqa: F401
 from torch import nn
 
 from sfast_ext import accelerate
-from sfast_ext.weights import tables
-from sfast_ext.weights.arena import WeightArena
-from sfast_ext.weights.weight import new_weight
 
 GLOBAL = torch.arange(4.0)
 
@@ -342,21 +339,3 @@ def test_memory_of_tables_is_not_given_back() -> None:
     given, _ = accelerator.arena.vacancies(weights)
     held = {member.weight.path for vacancy in given for member in vacancy.members}
     assert not any("table" in path for path in held)
-
-
-def test_a_table_on_another_device_is_copied() -> None:
-    source = torch.arange(6.0)
-    found = tables.copied_table(new_weight("a table", source, []), torch.device("cpu"))
-    assert found is not None and found.source is source and found.tensor.data_ptr() != source.data_ptr()
-    large = torch.empty(tables.MAX_COPIED // 4 + 1)
-    assert tables.copied_table(new_weight("a table", large, []), torch.device("cpu")) is None
-
-
-def test_one_copy_serves_all_plans() -> None:
-    arena, source = WeightArena(nn.Linear(1, 1)), torch.arange(6.0)
-    arena.is_table = lambda tensor: tensor is source
-    table = arena.locate(source)
-    assert table is not None and arena.holds_table(table) and arena.locate(source) is table
-    assert arena.locate(source.clone()) is None
-    copy = arena.table_on(table, torch.device("cpu"))
-    assert copy is not None and arena.table_on(table, torch.device("cpu")) is copy

@@ -12,6 +12,7 @@ from small_transformers import KINDS, inputs, transformer
 from torch import nn
 
 from hosts.standins import forge as standin
+from hosts.standins.forge_transformer import NextDiT
 from hosts.standins.sdnext import Host, hosted
 from sfast_ext.accelerator import accelerator_of
 from sfast_ext.hosts.forge import adapter as forge
@@ -123,9 +124,9 @@ def neo() -> Iterator[Any]:
         assert host.errors == []
 
 
-def made(seed: int) -> standin.NextDiT:
+def made(seed: int) -> NextDiT:
     torch.manual_seed(seed)
-    return standin.NextDiT()
+    return NextDiT()
 
 
 def expected_of(loras: dict[str, float], seed: int = 1, **options: Any) -> torch.Tensor:

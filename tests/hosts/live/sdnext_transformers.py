@@ -25,6 +25,7 @@ from tokenizers.models import WordLevel
 from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 WIDTH = 32
+COMMIT = 40 * "0"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -93,7 +94,13 @@ def z_image(seed: int) -> Any:
 def main(folder: Path) -> None:
     """Write both under the host's models folder."""
     lumina_2(51).save_pretrained(folder / "Diffusers" / "tiny-lumina-image-2")
-    z_image(52).save_pretrained(folder / "Diffusers" / "tiny-z-image")
+    made = z_image(52)
+    made.save_pretrained(folder / "Diffusers" / "tiny-z-image")
+    # SD.Next takes the parts from a folder, and puts them into the pipeline of the large model
+    cached = folder / "Diffusers" / "models--Tongyi-MAI--Z-Image"
+    made.save_pretrained(cached / "snapshots" / COMMIT)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(COMMIT, encoding="utf-8")
 
 
 if __name__ == "__main__":
