@@ -164,7 +164,14 @@ class WrittenByAnInput(Net):
         return self.layer(x)[:, : int(counts.max()) + 1]
 
 
-@pytest.mark.parametrize("kind", [OfWeights, OfInput, Drawn, WrittenByAnInput])
+class WrittenThroughAView(Net):
+    def forward(self, x, mask, other=None):
+        counts = torch.zeros(2, dtype=torch.int64)
+        counts[0:1].copy_((x[:1, 0, 0] > 0).long() + mask.sum() * 0)
+        return self.layer(x)[:, : int(counts.max()) + 1]
+
+
+@pytest.mark.parametrize("kind", [OfWeights, OfInput, Drawn, WrittenByAnInput, WrittenThroughAView])
 def test_what_follows_from_more_is_bypassed_with_a_reason(kind):
     net, original, accelerator = made(None, kind)
     for seed in range(5):

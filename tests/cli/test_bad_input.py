@@ -170,7 +170,7 @@ def test_without_a_command_all_are_shown(capsys):
 
 
 @pytest.mark.parametrize("command", ["bench", "tune"])
-@pytest.mark.parametrize("model", ["nosuch", "sd1.5", "SD 1.5", "sdxl2", "flux", "", " ", "tiny", "nul\0l"])
+@pytest.mark.parametrize("model", ["nosuch", "sd1.5", "SD 1.5", "sdxl2", "flux3", "", " ", "tiny", "nul\0l"])
 def test_models_without_that_name(command, model, capsys):
     line = refused([command, "--model", model], capsys)
     assert NO_MODEL in line and ("no file or folder" in line or "names no model" in line)

@@ -10,6 +10,6 @@ TRANSFORMERS = ("z-image", "lumina2", "anima", "chroma", "flux")
 TINY_TRANSFORMERS = tuple(f"tiny-{name}" for name in TRANSFORMERS)
 DIGITS = "tiny-digits"
 """The trained model of the project, which writes digits."""
-ALL = (*NAMES, *TRANSFORMERS, *TINY_NAMES, *TINY_TRANSFORMERS, DIGITS)
+ALL = (*NAMES, *TINY_NAMES, *TRANSFORMERS, *TINY_TRANSFORMERS, DIGITS)
 TEXT_TO_IMAGE = ("sd15", "sd21", "sdxl", "tiny-sd15", "tiny-sd21", "tiny-sdxl", DIGITS)
 """Those that make an image of a text alone. The others need an image to begin with."""

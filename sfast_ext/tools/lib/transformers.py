@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sfast_ext.tools.lib.models import TOKENS, randomise, unet_inputs, without_initialisation
+from sfast_ext.tools.lib import models
+from sfast_ext.tools.lib.models import TOKENS, randomise, without_initialisation
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -211,7 +212,7 @@ _MAKERS: dict[str, Callable[..., Inputs]] = {
 
 def inputs_of(model: nn.Module, width: int, height: int, images: int = 1, *, tokens: int = TOKENS) -> Inputs:
     """The arguments of one call of a UNet or of a transformer, sizes in pixels."""
-    make: Callable[..., Inputs] = unet_inputs if kind_of(model) is None else transformer_inputs
+    make: Callable[..., Inputs] = models.unet_inputs if kind_of(model) is None else transformer_inputs
     return make(model, width, height, images, tokens=tokens)
 
 
