@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from .rewrite import (
+    HALF,
     LINEAR,
     argument,
     aten,
@@ -23,6 +24,8 @@ from .rewrite import (
     is_weight,
     meta_like,
     mutated,
+    only_user,
+    overloads,
     replace,
     shape,
     weight_node,
@@ -31,6 +34,7 @@ from .rewrite import (
 if TYPE_CHECKING:
     from .context import PassContext
 
+GELU = overloads("gelu")
 MAX_N = 81920
 """A wider GEMM's result takes much memory for long: SDXL's keys and values of the prompt have N = 166,400, and 49 MB
 for nearly all of a call. Half of those that are 1280 wide, N = 76,800, fill an NVIDIA H200 better than a third. The
@@ -85,6 +89,13 @@ def weight_uses(graph: fx.Graph) -> dict[Any, int]:
     return uses
 
 
+def is_for_linear_gelu(linear: fx.Node) -> bool:
+    """Whether GELU by tanh alone reads a linear: its product has an epilogue for it (linear_gelu.py)."""
+    gelu = only_user(linear)
+    by_tanh = is_op(gelu, GELU) and gelu is not None and argument(gelu, 1, "approximate", "none") == "tanh"
+    return by_tanh and dtype(linear) in HALF
+
+
 def under_cast(node: Any) -> Any:
     return node.args[0] if is_cast(node) else node
 
@@ -102,6 +113,8 @@ def sibling_key(node: fx.Node, uses: dict[Any, int]) -> Any:
         if not is_weight(raw) or size is None or uses[raw.meta["weight"]] != 1:
             return None
         key += [size[1:], dtype(raw), dtype(param)]
+    if bias is not None and is_for_linear_gelu(node):
+        return None
     # A cast weight that is used twice through its cast would be read twice.
     if any(is_cast(param) and len(param.users) != 1 for param in (weight, bias)):
         return None

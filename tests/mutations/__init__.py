@@ -65,7 +65,7 @@ def every() -> list[Mutation]:
         resident,
         states,
         texts,
-        transformer_capture,
+        transformer_passes,
         transformers,
         values,
         weights,
@@ -93,5 +93,5 @@ def every() -> list[Mutation]:
         *resident.MUTATIONS,
         *texts.MUTATIONS,
         *transformers.MUTATIONS,
-        *transformer_capture.MUTATIONS,
+        *transformer_passes.MUTATIONS,
     ]

@@ -38,6 +38,21 @@ def test_siblings_become_one(bias: bool, x: Tensor) -> None:
     assert traced.error() < 1e-6
 
 
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_with_gelu_by_tanh_stays_for_its_epilogue(bias: bool, approximate: str) -> None:
+    class Gelu(Siblings):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            first, *rest = super().forward(x)
+            return nn.functional.gelu(first, approximate=approximate), *rest
+
+    for dtype, alone in ((torch.bfloat16, bias and approximate == "tanh"), (torch.float32, False)):
+        module = Gelu(*[nn.Linear(8, width, bias=bias) for width in (8, 4, 12)]).to(dtype)
+        traced = Traced(module, X.to(dtype))
+        assert traced.rewrite(packed_linear) == 1
+        assert traced.ops()["linear"] == 1 + alone and traced.error() < 1e-2
+
+
 def test_two_groups_on_one_input() -> None:
     module = Siblings(nn.Linear(8, 4), nn.Linear(8, 4, bias=False), nn.Linear(8, 4), nn.Linear(8, 4, bias=False))
     traced = Traced(module, X)

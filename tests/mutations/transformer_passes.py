@@ -1,0 +1,103 @@
+"""What keeps the passes for diffusion transformers from replacing operations that are others."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+_RMS = ("passes/test_rms_norm.py::test_others_stay",)
+_ROTARY = "passes/test_norm_rotary.py::"
+_STAYS = (_ROTARY + "test_others_stay",)
+_COMPLEX = (_ROTARY + "test_other_complex_numbers_stay",)
+_MODULATED = ("passes/test_modulated_norm.py::test_others_stay",)
+_GATED = ("passes/test_gated_residual.py::test_others_stay",)
+_SWIGLU = ("passes/test_swiglu.py::test_others_stay",)
+_LEFT_ALONE = ("passes/test_eight_bits_transformers.py::test_others_stay_in_half_precision",)
+
+MUTATIONS = [
+    Mutation(
+        "norms of other dimensions", "passes/rms_norm.py",
+        "if not size or dims is None or [dim % len(size) for dim in dims] != [len(size) - 1]:",
+        "if not size or dims is None:", _RMS,
+    ),
+    Mutation(
+        "squares of another value", "passes/rms_norm.py",
+        "if strip_lossless_casts(other) is not x or shape(product) != shape(x):",
+        "if shape(product) != shape(x):", _RMS,
+    ),
+    Mutation("cubes", "passes/rms_norm.py", "if is_op(node, POW) and node.args[1] == 2:", "if is_op(node, POW):", _RMS),
+    Mutation(
+        "reciprocals that others read", "passes/rms_norm.py",
+        "or any(only_user(each) is None for each in chain[:-1])", "", _RMS,
+    ),
+    Mutation(
+        "a rotation the other way", "passes/norm_rotary.py",
+        "if len(parts) != 2 or not is_op(parts[0], NEG):\n        return None\n"
+        "    second, first = part_of(parts[0].args[0], x), part_of(parts[1], x)",
+        "if len(parts) != 2:\n        return None\n"
+        "    second, first = (part_of(p.args[0] if is_op(p, NEG) else p, x) for p in parts)", _STAYS,
+    ),
+    Mutation(
+        "which part is which", "passes/norm_rotary.py",
+        "return form if (first, second) == ((form, 0), (form, 1)) else None",
+        "return form if first and second else None", _STAYS,
+    ),
+    Mutation(
+        "angles of each head", "passes/norm_rotary.py",
+        "if len(size) != 4 or size[0] not in (1, (shape(found.x) or ())[0]) or size[heads] != 1:",
+        "if len(size) != 4:", (_ROTARY + "test_angles_of_more_dimensions_or_of_heads_stay",),
+    ),
+    Mutation(
+        "a factor of the crossed product", "passes/norm_rotary.py",
+        'if dtype(add) != torch.float32 or argument(add, 2, "alpha", 1) != 1:',
+        "if dtype(add) != torch.float32:", _STAYS,
+    ),
+    Mutation(
+        "products of complex numbers that others read", "passes/norm_rotary.py",
+        "if not is_op(product, MUL) or only_user(product) is not real or", "if not is_op(product, MUL) or", _COMPLEX,
+    ),
+    Mutation(
+        "tables that are more exact than the kernel", "passes/norm_rotary.py",
+        "kind == torch.complex128 and dtype(x) in HALF", "kind == torch.complex128",
+        (_ROTARY + "test_a_table_in_float64_as_lumina_has_it",),
+    ),
+    Mutation(
+        "scales of each token", "passes/modulated_norm.py",
+        "and lead[0] in (1, of[0]) and all(each == 1 for each in lead[1:])", "", _MODULATED,
+    ),
+    Mutation(
+        "a number that is not 1", "passes/modulated_norm.py",
+        "if not is_number(number) or number != 1 or", "if not is_number(number) or",
+        ("passes/test_modulated_norm.py::test_modulations_become_one",),
+    ),
+    Mutation(
+        "a gated product that others read", "passes/gated_residual.py",
+        "or list(added.users) != [add]", "", _GATED,
+    ),
+    Mutation(
+        "readers of a sum before its norm", "passes/gated_residual.py",
+        "if between.isdisjoint(total.users):\n        return norm", "return norm",
+        ("passes/test_gated_residual.py::test_the_norm_of_the_sum_is_fused",),
+    ),
+    Mutation(
+        "gates that are broadcast", "passes/swiglu.py",
+        "if not same_meta(gate, value) or not same_meta(gate, product) or", "if", _SWIGLU,
+    ),
+    Mutation(
+        "layers that make pixels", "passes/eight_bits_match.py", "if size[1] >= PIXELS * columns:", "if False:", _LEFT_ALONE,
+    ),
+    Mutation(
+        "embedders with a norm", "passes/eight_bits_match.py",
+        "return is_op(x, (modulated_norm.launch,)) and after_product(x)", "return is_op(x, (modulated_norm.launch,))",
+        _LEFT_ALONE,
+    ),
+    Mutation(
+        "parts that nothing known writes", "passes/eight_bits_match.py",
+        "return all(is_written(part, pinned) for part in x.args[0])",
+        "return any(is_written(part, pinned) for part in x.args[0])", _LEFT_ALONE,
+    ),
+    Mutation(
+        "the sum in the place of the norm", "passes/eight_bits_match.py",
+        "return is_op(x.args[0], (gated_norm.launch,)) and x.args[1] == 1",
+        "return is_op(x.args[0], (gated_norm.launch,))", _LEFT_ALONE,
+    ),
+]  # fmt: skip
