@@ -356,7 +356,7 @@ def test_layers_that_would_be_too_far_off_stay() -> None:
     assert selection is not None and not counted(on, ops) and on.error() < 2e-2
     ((name, error),) = selection.listed()
     assert name == "conv" and LIMIT < error < 1 and selection.errors["conv"].least == error
-    assert "no layer" in str(selection.obstacle)
+    assert "layer" in str(selection.obstacle)
 
 
 def test_the_error_of_a_layer_is_that_of_its_convolution() -> None:
