@@ -25,6 +25,8 @@ from sfast_ext.report import Report
 
 _EAGER_RUNS = 4  # before the launches of a plan that has no CUDA graph are recorded
 _CPU_BOUND = 0.8  # of a run's time, that of its launches
+BRANCHES = False
+"""Whether CUDA graphs have a branch on which weights are quantised. It was not timed yet (docs/engineering-log)."""
 REPLAYING = "replaying"
 NO_GRAPH = "running without a graph"
 DROPPED = "dropped"
@@ -321,7 +323,7 @@ class Plan:
 
     def _branching(self) -> contextlib.AbstractContextManager[None]:
         """Within, weights are quantised on a branch of the CUDA graph."""
-        if not self.banks or self.pool is None:
+        if not BRANCHES or not self.banks or self.pool is None:
             return contextlib.nullcontext()
         return graph_branch.branching(self.pool.branch_stream())
 
