@@ -42,6 +42,8 @@ class HasPlans(Protocol):
         """Drop one plan."""
 
 
+_ROOM = 1.5
+"""What is to be free before half-precision weights come back, in terms of their bytes."""
 _WAIT_S = 10.0
 """How long the original forward waits for other threads that use the weights."""
 
@@ -156,12 +158,13 @@ class ModuleContext:
         if not self.arena.resident:
             with self.arena.order.host():
                 return forward(*args, **kwargs)
-        while True:
+        for last in (False, False, True):
             self.bring_back()
             with self.arena.order.host():
                 # another thread may have set them aside again
-                if not self.arena.resident.out(self.device()):
+                if last or not self.arena.resident.out(self.device()):
                     return forward(*args, **kwargs)
+        raise AssertionError
 
     def forget_aside(self) -> None:
         """No plan is left that needs weights to be set aside: they come back."""
@@ -183,14 +186,11 @@ class ModuleContext:
         if device is None or not resident.out(device):
             return
         with self.arena.exclusively(device, _WAIT_S):
-            try:
-                moved = resident.bring_back()
-            except torch.cuda.OutOfMemoryError:
-                moved = 0
-            if not moved and resident.out(device):
-                # outside of the handler: the exception keeps what was allocated
+            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            if torch.cuda.mem_get_info(device)[0] + max(0, cached) < _ROOM * resident.bytes:
+                # the forward needs memory as well
                 pool_of(device).make_room(self.report, "the half-precision weights come back")
-                moved = resident.bring_back()
+            moved = resident.bring_back()
         if moved:
             self.report.count("weights_brought_back")
             self.report.event("8 bits", reasons.BROUGHT_BACK(moved))

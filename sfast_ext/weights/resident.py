@@ -152,6 +152,7 @@ class Resident:
         tracked.copied += len(banks)
 
     def _fill(self, banks: Sequence[Bank], quantise: Quantise) -> None:
+        left = False
         for some in _batches(banks):
             for bank in some:
                 bank.occupy()
@@ -173,11 +174,15 @@ class Resident:
                 bank.ready = True
             arriving = [value for value in held if value.is_cuda]
             self._leave(arriving)
+            left = left or bool(arriving)
             moved = set(map(id, arriving))
             for aside, value, state, digest in zip(asides, held, states, digests):
                 # a parameter that just left has other memory, with the same values
                 aside.seen = state_of(value) if id(value) in moved else state
                 aside.digest = digest
+        if left:
+            # a host that asks the driver how much is free is told of it
+            torch.cuda.empty_cache()
 
     def _audited(self, asides: list[Aside]) -> Iterator[Aside]:
         """Those whose values are others than their digest says, among all or the next ones in turn."""

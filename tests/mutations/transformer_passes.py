@@ -83,7 +83,8 @@ MUTATIONS = [
         "if not same_meta(gate, value) or not same_meta(gate, product) or", "if", _SWIGLU,
     ),
     Mutation(
-        "layers that make pixels", "passes/eight_bits_match.py", "if size[1] >= PIXELS * columns:", "if False:", _LEFT_ALONE,
+        "layers that make pixels", "passes/eight_bits_match.py",
+        "if size[1] >= PIXELS * columns:", "if False:", _LEFT_ALONE,
     ),
     Mutation(
         "embedders with a norm", "passes/eight_bits_match.py",

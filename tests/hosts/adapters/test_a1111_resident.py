@@ -4,6 +4,7 @@ system memory."""
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from sfast_ext.hosts import gpu_room, system_memory
 from sfast_ext.hosts.a1111 import adapter as a1111
 from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.eight_bits import linear8
+from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.weights import digest
@@ -247,3 +249,29 @@ def test_what_is_resident_is_about_half(on: Running) -> None:
     weights = [m.weight for m in on.unet.modules() if isinstance(m, nn.Linear)]
     there = sum(weight.numel() for weight in weights if weight.device.type == "cpu")
     assert there and on.flag != NONE or 0.9 * there < status["eight_bits_bytes"] < 1.4 * there
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("on", [(MEDVRAM, 2.1), (NONE, 2.1)], indirect=True)
+def test_random_scenes(on: Running, seed: int) -> None:
+    rng = random.Random(seed)
+    networks: tuple[Any, ...] = ()
+    done: list[str] = []
+    for _ in range(8):
+        scene = rng.choice(["a lora", "no lora", "8 bits", "a checkpoint", "memory", "all off"])
+        done.append(scene)
+        steps = rng.randint(1, 4)
+        if scene == "a lora":
+            networks = tuple(net(name, rng.choice([1.0, -1.0, 2.0])) for name in rng.sample("abc", rng.randint(1, 2)))
+        elif scene == "no lora":
+            networks = ()
+        elif scene == "8 bits":
+            on.host.opts.data["sfast_eight_bits"] ^= True
+        elif scene == "all off":
+            on.host.opts.data["sfast_enabled"] = not on.host.opts.data.get("sfast_enabled", True)
+        elif scene == "a checkpoint":
+            on.host.networks.loaded_networks = []
+            on.load(rng.randint(1, 3))
+        else:
+            pool_of(GPU).make_room(on.session.report)
+        assert on.picture(steps, networks) < 0.12, done

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 
@@ -45,6 +46,25 @@ def test_names_of_what_is_made_for_few_steps(name):
 @pytest.mark.parametrize("name", MANY)
 def test_other_names(name):
     assert not is_for_few_steps(name)
+
+
+@pytest.mark.parametrize(("gib", "on", "served", "told"), [
+    (6, False, True, True), (8, False, True, True), (12, False, True, False), (4, False, True, False),
+    (6, True, True, False), (6, False, False, False),
+])  # fmt: skip
+def test_the_badge_recommends_8_bits_on_cards_that_are_small_for_the_model(gib, on, served, told, monkeypatch):
+    unet = torch.nn.Linear(1 << 10, 1 << 10, device="meta", dtype=torch.float16)
+    # as large as SDXL's
+    monkeypatch.setattr(torch.nn.Linear, "parameters", lambda module: [SimpleNamespace(nbytes=5_135_000_000)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    card = SimpleNamespace(total_memory=gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: card)
+    told_by = EightBits(Report(), lambda: "a model", (lambda: SimpleNamespace(module=unet)) if served else None)
+    told_by._missing = None
+    found = told_by.status(Config(eight_bits=on), [])
+    assert ("fits this card in 8 bits" in str(found["note"])) == told
+    assert not told or found["help"] == "eight-bits"
 
 
 def request(**values):
