@@ -26,7 +26,8 @@ from sfast_ext.report import Report
 _EAGER_RUNS = 4  # before the launches of a plan that has no CUDA graph are recorded
 _CPU_BOUND = 0.8  # of a run's time, that of its launches
 BRANCHES = False
-"""Whether CUDA graphs have a branch on which weights are quantised. It was not timed yet (docs/engineering-log)."""
+"""Whether CUDA graphs have a branch on which weights are quantised. An NVIDIA H200 gains nothing by it
+(docs/engineering-log/launches.md), no GeForce has run it."""
 REPLAYING = "replaying"
 NO_GRAPH = "running without a graph"
 DROPPED = "dropped"

@@ -174,14 +174,14 @@ MUTATIONS = [
         "int(_room(device) - _MIN_ROOM * _bytes(self._context.module))", "int(_room(device))", _ROOM,
     ),
     Mutation(
-        "cards without 8-bit products", "runtime/eight_bits.py", "if capability < MIN_CAPABILITY:", "if False:", _CARD
+        "cards without 8-bit products", "eight_bits.py", "if has < MIN_CAPABILITY:", "if False:", _CARD
     ),
     Mutation(
         "bfloat16 on cards that have none", "runtime/eight_bits.py",
         "if torch.bfloat16 in dtypes and capability < _MIN_BFLOAT16:", "if False:", _CARD,
     ),
     Mutation(
-        "kernels that cannot be compiled", "runtime/eight_bits.py",
+        "kernels that cannot be compiled", "eight_bits.py",
         "if not nvrtc.supported(device):", "if False:", _CARD,
     ),
     Mutation(
