@@ -41,7 +41,7 @@ MUTATIONS = [
         (_TESTS + "test_copies_have_their_weights_on_one_device",),
     ),
     Mutation(
-        "weights that something else of the graph reads", "passes/eight_bits.py",
+        "weights that something else of the graph reads", "passes/eight_bits_match.py",
         "return [c for c in found if read.isdisjoint(map(id, parts_of(c.weight)))]", "return found",
         (_TESTS + "test_a_weight_that_is_read_elsewhere_as_well_stays",),
     ),
