@@ -169,8 +169,8 @@ MUTATIONS = [
         (_MEMORY + "test_memory_that_ends_while_the_plan_is_made",),
     ),
     Mutation(
-        "memory that the model needs itself", "runtime/plan_builder.py",
-        "int(_room(device) - _MIN_ROOM * _bytes(self._context.module))", "int(_room(device))", _ROOM,
+        "memory that the model needs itself", "runtime/residency.py",
+        "int(room(device) - _MIN_ROOM * bytes_of(context.module))", "int(room(device))", _ROOM,
     ),
     Mutation(
         "cards without 8-bit products", "eight_bits.py", "if has < MIN_CAPABILITY:", "if False:", _CARD,
