@@ -230,9 +230,10 @@ class Accelerator:
             self._released = True
             with contextlib.ExitStack() as steps:
                 # runs them in reverse order, all of them even if one raises
-                slot, forget = self._context.slot, self._context.forget_aside
-                for step in (self._finder.keys.clear, self.arena.release, forget, self._clear, slot.release):
+                for step in (self._finder.keys.clear, self.arena.release, self._context.forget_aside):
                     steps.callback(step)
+                steps.callback(self.forget_plans, None)
+                steps.callback(self._context.slot.release)
                 self._release_parts()
 
     def give_memory_back(self) -> bool:
@@ -368,9 +369,6 @@ class Accelerator:
             return self._server.serve(args, kwargs)
         finally:
             self._inside.busy = False
-
-    def _clear(self) -> None:
-        self.forget_plans(None)
 
     def _summary(self) -> dict[str, Any]:
         plans = list(self.plans.values())

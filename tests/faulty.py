@@ -27,7 +27,7 @@ from sfast_ext import Config, Hooks, accelerate, accelerator_of, call_signature,
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.backend import nvrtc, trial
 from sfast_ext.plans import graph_pool, payback, plan
-from sfast_ext.runtime import model_state, plan_builder, plan_maker, verify
+from sfast_ext.runtime import model_state, plan_builder, plan_maker, residency, verify
 from sfast_ext.runtime.verify import relative_error
 
 CPU = Config(allow_cpu=True)
@@ -320,7 +320,7 @@ def pretend_a_gpu(patch: pytest.MonkeyPatch) -> graph_pool.GraphPool:
     for room in (call_signature, plan):
         patch.setattr(room, "as_tensor", lambda leaf, _, real=call_signature.as_tensor: real(leaf, cpu))
     stand_in_for_cuda(patch, memory_reserved=lambda device: 0, mem_get_info=lambda device: (0, 0))
-    patch.setattr(plan_builder, "_room", lambda device: 1 << 40)
+    patch.setattr(residency, "room", lambda device: 1 << 40)
     patch.setattr(environment, "gpu_memory", lambda: None)
     honest = graph_pool.GraphPool._capture
 

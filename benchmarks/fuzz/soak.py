@@ -1,4 +1,4 @@
-"""One process for minutes on end: requests, LoRA, checkpoints and the switch at random, a live preview beside them.
+"""One process for minutes on end: requests, LoRA, checkpoints and the switch at random, a live preview next to them.
 
     python -m benchmarks.fuzz.soak --json benchmarks/results/soak.json
     python -m benchmarks.fuzz.soak --device cpu --model tiny --minutes 60
@@ -15,9 +15,7 @@ import copy
 import gc
 import itertools
 import json
-import mmap
 import random
-import statistics
 import sys
 import time
 from collections import Counter
@@ -30,6 +28,7 @@ import torch
 from torch import nn
 
 from benchmarks import records
+from benchmarks.fuzz.memory import growth, host_mb
 from benchmarks.fuzz.preview import Preview
 from benchmarks.fuzz.stress import MB, MIN_EFFECT, SLACK_MB
 from sfast_ext import Config, accelerate
@@ -305,31 +304,6 @@ KINDS = {
     "nothing": 42, "lora in place": 24, "lora replaced": 16, "checkpoint in place": 5, "checkpoint by the CPU": 3,
     "switched off": 10,
 }  # fmt: skip
-
-
-def host_mb() -> float | None:
-    """The memory of this process; None where there is no /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except OSError:
-        return None
-    return round(pages * mmap.PAGESIZE / MB, 1)
-
-
-def growth(timeline: list[dict[str, Any]], name: str) -> dict[str, float] | None:
-    """What a number was after the warm-up, its medians in the first and last quarter, its greatest; None where it was
-    not read. A single look may meet the allocator between two graphs, so growth is told by the medians."""
-    values = [line[name] for line in timeline]
-    if None in values:
-        return None
-    quarter = max(1, len(values) // 4)
-    return {
-        "after the warm-up": values[0],
-        "median of the first quarter": statistics.median(values[:quarter]),
-        "median of the last quarter": statistics.median(values[-quarter:]),
-        "most": max(values),
-        "end": values[-1],
-    }
 
 
 def judge(soak: Soak, preview: Preview) -> tuple[dict[str, Any], list[str]]:

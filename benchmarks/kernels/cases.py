@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.kernels import eight_bits, quantisers, transformers
+from benchmarks.kernels import compositions, eight_bits, quantisers, transformers
 from benchmarks.kernels.case import Case, Operands
 from benchmarks.kernels.case import case as _case
 from sfast_ext.kernels.attention import attention
@@ -73,12 +73,6 @@ RESIDUAL_CONVOLUTIONS = [(320, 128, 320), (640, 64, 640), (1280, 32, 1280), (256
 NARROW_CONVOLUTIONS = [(2, c, size, size, k) for size in (64, 128) for c, k in ((4, 320), (320, 4))]
 
 
-def _torch_group_norm(
-    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, shift: Tensor, silu: bool
-) -> Tensor:
-    return F.silu(F.group_norm(x + shift[:, :, None, None], groups, weight, bias, eps))
-
-
 def _by_path(case: Case, path: str) -> Case:
     """A group norm by the path of that name alone."""
 
@@ -93,106 +87,6 @@ def _by_path(case: Case, path: str) -> Case:
     return replace(case, kernel=f"group_norm.{path}", ours=ours, composition=None)
 
 
-def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def _torch_add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return total, _torch_layer_norm(total, weight, bias, eps)
-
-
-def _torch_geglu(x: Tensor) -> Tensor:
-    value, gate = x.chunk(2, -1)
-    return value * F.gelu(gate)
-
-
-def _torch_bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-    return x + bias[None, :, None, None] + residual
-
-
-def _torch_add_group_norm(
-    x: Tensor,
-    bias: Tensor,
-    residual: Tensor,
-    scale: float,
-    groups: int,
-    weight: Tensor,
-    norm_bias: Tensor,
-    eps: float,
-    silu: bool,
-) -> tuple[Tensor, Tensor]:
-    total = (x + bias[None, :, None, None] + residual) * scale
-    return total, F.silu(F.group_norm(total, groups, weight, norm_bias, eps))
-
-
-def _torch_conv_group_norm(
-    x: Tensor,
-    conv_weight: Tensor,
-    bias: Tensor,
-    residual: Tensor,
-    groups: int,
-    weight: Tensor,
-    norm_bias: Tensor,
-    eps: float,
-    silu: bool,
-) -> tuple[Tensor, Tensor]:
-    total = F.conv2d(x, conv_weight, bias, padding=1) + residual
-    return total, F.silu(F.group_norm(total, groups, weight, norm_bias, eps))
-
-
-def _torch_cat_group_norm(
-    a: Tensor,
-    bias: Tensor,
-    residual: Tensor,
-    b: Tensor,
-    groups: int,
-    weight: Tensor,
-    norm_bias: Tensor,
-    eps: float,
-    silu: bool,
-) -> tuple[Tensor, Tensor]:
-    joined = torch.cat([a + bias[None, :, None, None] + residual, b], 1)
-    return joined, F.silu(F.group_norm(joined, groups, weight, norm_bias, eps))
-
-
-def _torch_upsample(x: Tensor, size: tuple[int, int], steps: tuple[float, float]) -> Tensor:
-    return F.interpolate(x, size=size, mode="nearest")
-
-
-def _torch_upsample_conv2d(x: Tensor, weight: Tensor) -> Tensor:
-    return F.conv2d(F.interpolate(x, scale_factor=2.0, mode="nearest"), weight, padding=1)
-
-
-def _torch_timestep_embedding(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtype) -> Tensor:
-    angle = t.float() * frequency
-    both = torch.cat([angle.sin(), angle.cos()], -1)
-    half = frequency.shape[-1]
-    return (both if sine_first else torch.cat([both[:, half:], both[:, :half]], -1)).to(out_dtype)
-
-
-def _torch_linear_geglu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return _torch_geglu(F.linear(x, weight, bias))
-
-
-def _torch_query_attention(x: Tensor, weight: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q = F.linear(x, weight).unflatten(-1, (k.shape[1], k.shape[3])).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v)
-
-
-def _torch_linear_add_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    return _torch_add_layer_norm(F.linear(x, weight, bias), residual, scale, shift, eps)
-
-
-def _torch_linear_accumulate(x: Tensor, weight: Tensor, total: Tensor, start: Tensor) -> Tensor:
-    total.copy_(start)
-    return F.linear(x, weight) + total
-
-
 def _accumulate(shape: str, x: Tensor, weight: Tensor, start: Tensor) -> Case:
     """A product onto a sum, which each way is given anew first: ours writes over it."""
     total = start.clone()
@@ -200,10 +94,10 @@ def _accumulate(shape: str, x: Tensor, weight: Tensor, start: Tensor) -> Case:
         "linear_accumulate",
         shape,
         lambda: linear_accumulate.launch(x, weight, total.copy_(start)),
-        lambda: _torch_linear_accumulate(x, weight, total, start),
+        lambda: compositions.linear_accumulate(x, weight, total, start),
         lambda: linear_accumulate.reference(x.double(), weight.double(), start.double()),
         sum(t.numel() * t.element_size() for t in (x, weight, start)) + 3 * start.numel() * start.element_size(),
-        (_torch_linear_accumulate, [x, weight, total, start], {}),
+        (compositions.linear_accumulate, [x, weight, total, start], {}),
     )
 
 
@@ -212,7 +106,7 @@ def _with_records(shape: str, operands: list[Any], depth: int) -> Case:
     rows, columns = operands[3].shape
     count = linear_layer_norm.record_count(rows, columns, depth, operands[3].device)
     given = [*operands, None, torch.zeros(count, dtype=torch.int64, device=operands[3].device)]
-    case = _case("linear_layer_norm", shape, _torch_linear_add_norm, operands, {})
+    case = _case("linear_layer_norm", shape, compositions.linear_add_norm, operands, {})
     return replace(case, ours=lambda: linear_layer_norm.launch(*given))
 
 
@@ -245,14 +139,14 @@ for _name, _function in (quantisers.CASES | transformers.CASES).items():
 def _layer_norm(o: Operands) -> Iterator[Case]:
     for rows, columns in NORM_ROWS:
         operands = [o.randn(rows, columns), o.randn(columns), o.randn(columns), 1e-5]
-        yield _case("layer_norm", f"{rows}x{columns}", _torch_layer_norm, operands, {})
+        yield _case("layer_norm", f"{rows}x{columns}", compositions.layer_norm, operands, {})
 
 
 @_of("add_layer_norm")
 def _add_layer_norm(o: Operands) -> Iterator[Case]:
     for rows, columns in NORM_ROWS:
         operands = [o.randn(rows, columns), o.randn(rows, columns), o.randn(columns), o.randn(columns), 1e-5]
-        yield _case("add_layer_norm", f"{rows}x{columns}", _torch_add_layer_norm, operands, {})
+        yield _case("add_layer_norm", f"{rows}x{columns}", compositions.add_layer_norm, operands, {})
 
 
 @_of("group_norm")
@@ -260,7 +154,7 @@ def _group_norm(o: Operands) -> Iterator[Case]:
     for channels, size in IMAGES:
         operands = [o.image(channels, size), 32, o.randn(channels), o.randn(channels), 1e-5]
         options = {"shift": o.randn(2, channels), "silu": True}
-        case = _case("group_norm", f"2x{channels}x{size}x{size}", _torch_group_norm, operands, options)
+        case = _case("group_norm", f"2x{channels}x{size}x{size}", compositions.group_norm, operands, options)
         yield case
         fitting = [path for path, fits in group_norm._FITS.items() if fits(size * size, 32, channels // 32)]
         yield from (_by_path(case, path) for path in [*fitting, "loop"])
@@ -270,7 +164,7 @@ def _group_norm(o: Operands) -> Iterator[Case]:
 def _bias_add(o: Operands) -> Iterator[Case]:
     for channels, size in IMAGES:
         operands = [o.image(channels, size), o.randn(channels), o.image(channels, size)]
-        yield _case("bias_add", f"2x{channels}x{size}x{size}", _torch_bias_add, operands, {})
+        yield _case("bias_add", f"2x{channels}x{size}x{size}", compositions.bias_add, operands, {})
 
 
 @_of("add_group_norm")
@@ -278,7 +172,8 @@ def _add_group_norm(o: Operands) -> Iterator[Case]:
     for channels, size in IMAGES:
         operands = [o.image(channels, size), o.randn(channels), o.image(channels, size), 1.0, 32]
         operands += [o.randn(channels), o.randn(channels), 1e-5]
-        yield _case("add_group_norm", f"2x{channels}x{size}x{size}", _torch_add_group_norm, operands, {"silu": True})
+        shape = f"2x{channels}x{size}x{size}"
+        yield _case("add_group_norm", shape, compositions.add_group_norm, operands, {"silu": True})
 
 
 @_of("cat_group_norm")
@@ -287,34 +182,34 @@ def _cat_group_norm(o: Operands) -> Iterator[Case]:
         operands = [o.image(below, size), o.randn(below), o.image(below, size), o.image(skip, size), 32]
         operands += [o.randn(below + skip), o.randn(below + skip), 1e-5]
         shape = f"2x{below}+{skip}x{size}x{size}"
-        yield _case("cat_group_norm", shape, _torch_cat_group_norm, operands, {"silu": True})
+        yield _case("cat_group_norm", shape, compositions.cat_group_norm, operands, {"silu": True})
 
 
 @_of("upsample")
 def _upsample(o: Operands) -> Iterator[Case]:
     for channels, size in SMALL:
         operands = [o.image(channels, size), (2 * size, 2 * size), (0.5, 0.5)]
-        yield _case("upsample", f"2x{channels}x{size}x{size}", _torch_upsample, operands, {})
+        yield _case("upsample", f"2x{channels}x{size}x{size}", compositions.upsample, operands, {})
 
 
 @_of("upsample_conv2d")
 def _upsample_conv2d(o: Operands) -> Iterator[Case]:
     for channels, size in SMALL:
         operands = [o.image(channels, size), o.filters(channels, channels)]
-        yield _case("upsample_conv2d", f"2x{channels}x{size}x{size}", _torch_upsample_conv2d, operands, {})
+        yield _case("upsample_conv2d", f"2x{channels}x{size}x{size}", compositions.upsample_conv2d, operands, {})
 
 
 @_of("geglu")
 def _geglu(o: Operands) -> Iterator[Case]:
     for rows, columns in GATED:
-        yield _case("geglu", f"{rows}x{columns}", _torch_geglu, [o.randn(rows, columns)], {})
+        yield _case("geglu", f"{rows}x{columns}", compositions.geglu, [o.randn(rows, columns)], {})
 
 
 @_of("linear_geglu")
 def _linear_geglu(o: Operands) -> Iterator[Case]:
     for rows, columns, inner in GATED_LINEARS:
         tensors = [o.randn(rows, inner), o.randn(2 * columns, inner) * inner**-0.5, o.randn(2 * columns)]
-        yield _case("linear_geglu", f"{rows}x{columns}x{inner}", _torch_linear_geglu, tensors, {})
+        yield _case("linear_geglu", f"{rows}x{columns}x{inner}", compositions.linear_geglu, tensors, {})
 
 
 @_of("mma_linear")
@@ -350,7 +245,7 @@ def _timestep_embedding(o: Operands) -> Iterator[Case]:
         t = torch.linspace(1, 999, rows, device=o.device).long()[:, None]
         frequency = torch.exp(-9.21 * torch.arange(columns // 2, device=o.device) / (columns // 2))[None]
         options = {"sine_first": False, "out_dtype": o.dtype}
-        yield _case("timestep_embedding", f"{rows}x{columns}", _torch_timestep_embedding, [t, frequency], options)
+        yield _case("timestep_embedding", f"{rows}x{columns}", compositions.timestep_embedding, [t, frequency], options)
 
 
 def _convolutions(o: Operands, kernel: str) -> Iterator[Case]:
@@ -389,7 +284,7 @@ def _conv_group_norm(o: Operands) -> Iterator[Case]:
         operands = [x, o.filters(columns, channels), o.randn(columns), residual]
         operands += [32, o.randn(columns), o.randn(columns), 1e-5]
         shape = f"{images}x{channels}x{height}x{width}x{columns}"
-        yield _case("conv_group_norm", shape, _torch_conv_group_norm, operands, {"silu": True})
+        yield _case("conv_group_norm", shape, compositions.conv_group_norm, operands, {"silu": True})
 
 
 @_of("attention")
@@ -409,7 +304,7 @@ def _query_attention(o: Operands) -> Iterator[Case]:
         x, weight = o.randn(images, rows, columns), o.randn(columns, columns) * columns**-0.5
         k, v = o.randn(images, keys, 2 * columns).unflatten(-1, (2, heads, size)).transpose(1, 3).unbind(2)
         shape = f"{images}x{rows}x{columns}x{keys}"
-        yield _case("query_attention", shape, _torch_query_attention, [x, weight, k, v], {})
+        yield _case("query_attention", shape, compositions.query_attention, [x, weight, k, v], {})
 
 
 @_of("linear8")

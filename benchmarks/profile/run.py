@@ -35,7 +35,8 @@ from sfast_ext.call_signature import flatten_call
 from sfast_ext.kernels.backend import registry
 from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.plans.graph_pool import pool_of
-from sfast_ext.plans.plan import Plan, plan_mode
+from sfast_ext.plans.plan import Plan
+from sfast_ext.plans.register_machine import plan_mode
 from sfast_ext.tools import bench
 from sfast_ext.tools.lib import Unavailable, engines, machine, models, rates, trace, ways
 from sfast_ext.tools.text import significant

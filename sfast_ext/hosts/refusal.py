@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from sfast_ext import environment
-from sfast_ext.hosts.session import Session, refusing
+from sfast_ext.hosts.session import Session
 from sfast_ext.reasons import Reason
 from sfast_ext.ui import api, bug_report, words
+from sfast_ext.ui.requests import refusing
 
 
 class Refusal:

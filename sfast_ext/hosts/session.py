@@ -8,7 +8,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from sfast_ext import environment, parallel_png, preparation, reasons
 from sfast_ext.accelerator import Accelerator
@@ -23,7 +23,7 @@ from sfast_ext.jobs.rehearsals import Rehearsals
 from sfast_ext.reasons import Reason
 from sfast_ext.report import Report, logger, words_of
 from sfast_ext.ui import api, bug_report, settings, settings_table, tab, words
-from sfast_ext.ui.requests import Refused
+from sfast_ext.ui.requests import refusing
 from sfast_ext.ui.settings_table import HostConfig
 
 INSTEAD = "the WebUI's own code makes the image"
@@ -374,15 +374,6 @@ class Session:
     def api_passwords(self) -> Mapping[str, str]:
         """The passwords of the host's API by user; empty if it requires none."""
         return {}
-
-
-def refusing(why: str) -> Callable[..., NoReturn]:
-    """What is called in place of Prepare and Measure if they cannot be started."""
-
-    def refuse(*_: Any) -> NoReturn:
-        raise Refused(why)
-
-    return refuse
 
 
 def guarded(

@@ -58,6 +58,8 @@ KERNELS = (
 )  # fmt: skip
 FIRST_BANKS = 24
 """Of the first launch that quantises weights: those of the first transformers of a UNet."""
+
+
 def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Replaces products of transformer blocks. Returns how many.
 

@@ -199,6 +199,11 @@ def shared_results(outputs: Sequence[torch.Tensor], *, alike: bool = True) -> di
     return {**found, **same}
 
 
+def has_gaps(leaf: torch.Tensor) -> bool:
+    """Whether the strides of a tensor do not follow from their order, which the signature has."""
+    return leaf.stride() != torch.empty_like(leaf, device="meta").stride()
+
+
 def lent(outputs: Sequence[torch.Tensor], others: Iterable[torch.Tensor]) -> frozenset[int]:
     """Which results of the original lie in the memory of other tensors, by their number."""
     memory = {memory_of(x) for x in others if is_plain(x)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPoo
 from sfast_ext.plans.input_copies import Copies
 from sfast_ext.plans.payback import Recapture
 from sfast_ext.plans.recorded_run import RecordedRun
-from sfast_ext.plans.register_machine import Interpreter
+from sfast_ext.plans.register_machine import Interpreter, plan_mode
 from sfast_ext.report import Report
 
 _EAGER_RUNS = 4  # before the launches of a plan that has no CUDA graph are recorded
@@ -387,16 +387,3 @@ class Plan:
 
 def _closed(*_: torch.Tensor) -> Sequence[torch.Tensor]:
     raise RuntimeError("the plan was dropped while it was about to run")
-
-
-@contextlib.contextmanager
-def plan_mode(device: torch.device) -> Iterator[None]:
-    """The modes under which plans run: no autograd, and no autocast, as its casts are nodes of the graph.
-
-    cuDNN's benchmark mode stays as the host set it. Benchmarking takes 0.5 to 1 s of a first call and found no faster
-    algorithm on an NVIDIA H200, for SD 1.5 at 512x512 and for SDXL. Other cards were not measured
-    (docs/engineering-log).
-    """
-    # inference tensors could not be written to outside of inference mode
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield

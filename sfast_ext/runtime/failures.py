@@ -8,7 +8,7 @@ from sfast_ext import reasons
 from sfast_ext.kernels.backend import health, precompile
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.plan import Plan
-from sfast_ext.reasons import Detail, one_line
+from sfast_ext.reasons import Detail, Reason, one_line
 from sfast_ext.report import stage, words_of
 from sfast_ext.runtime.eight_bits import because
 from sfast_ext.runtime.model_state import ModuleContext
@@ -34,6 +34,12 @@ def out_of_memory(exc: BaseException) -> bool:
     if isinstance(exc, torch.cuda.OutOfMemoryError):
         return True
     return isinstance(exc, RuntimeError) and any(words in str(exc) for words in _NO_MEMORY)
+
+
+def without_eight_bits(exc: Exception) -> Reason:
+    """Why 8 bits are not used, if making a plan with them raised."""
+    short = out_of_memory(exc)
+    return reasons.EIGHT_BITS_ROOM() if short else reasons.EIGHT_BITS_FAILED(stage(), Detail(one_line(words_of(exc))))
 
 
 class Failures:

@@ -21,15 +21,15 @@ from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capt
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.capture.state import State
 from sfast_ext.kernels.backend import choices, nvrtc
-from sfast_ext.plans.graph_facts import lent, peak_bytes, shared_results
+from sfast_ext.plans.graph_facts import has_gaps, lent, peak_bytes, shared_results
 from sfast_ext.plans.payback import CaptureBackoff, Stopwatch
 from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted, Preparation, StageTimes
-from sfast_ext.reasons import Declined, Detail, Reason, one_line
-from sfast_ext.report import at, rehearsing, stage, words_of
+from sfast_ext.reasons import Declined, Reason
+from sfast_ext.report import at, rehearsing, stage
 from sfast_ext.runtime import residency
 from sfast_ext.runtime.eight_bits import ATTEMPTS, EightBitsFailed, because, keep_faster, state_of_weights, unsupported
-from sfast_ext.runtime.failures import Failures, out_of_memory
+from sfast_ext.runtime.failures import Failures, out_of_memory, without_eight_bits
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, StateChanges
 from sfast_ext.runtime.plan_finder import Lookup
@@ -45,10 +45,6 @@ _gpu_times, _cpu_times = StageTimes(nvrtc.folder), StageTimes()
 
 _MAX_MODELS = 16
 """So many models, the last that were captured, have their op sequences kept; see `PlanKey.model`."""
-
-_MIN_ROOM = 0.3
-"""Of the bytes of the weights: so much must be free to make a plan. With less the attempt fails, and what it leaves in
-other places of the allocator may be what the original lacks (SDXL with --medvram on 6 GB, without a flag on 8 GB)."""
 
 
 @dataclass
@@ -145,7 +141,7 @@ class PlanBuilder:
             context.report.bypassed(reasons.WEIGHTS_SPLIT(away, device))
             return
         resident = lookup.key.eight_bits and residency.wanted(context, device)
-        if device.type == "cuda" and not resident and _room(device) < _MIN_ROOM * _bytes(context.module):
+        if not resident and residency.is_full(context, device):
             # the key is not rejected: there may be room at the next call
             context.report.bypassed(reasons.NO_ROOM())
             return
@@ -226,7 +222,7 @@ class PlanBuilder:
                         raise
                     if not out_of_memory(exc):
                         report.error(stage(), exc)
-                    eight_bits.stop(_failed(exc), report)
+                    eight_bits.stop(without_eight_bits(exc), report)
                     lookup = lookup.exact()
             if not lookup.key.eight_bits and self._is_settled(lookup.key):
                 return None
@@ -246,7 +242,7 @@ class PlanBuilder:
         try:
             captured = self._captured(lookup, run)
             results = flatten_output(run.result)[1]
-            gaps = lent(results, filter(_has_gaps, lookup.call.leaf_tensors()))
+            gaps = lent(results, filter(has_gaps, lookup.call.leaf_tensors()))
             captured.output_strides = [
                 recorded if i in gaps else tuple(x.stride())
                 for i, (x, recorded) in enumerate(zip(results, captured.output_strides))
@@ -258,7 +254,7 @@ class PlanBuilder:
                     selection.resident = declined is None and residency.wanted(context, device)
                     if selection.resident:
                         residency.clear_way(context)
-                    room = self._spare_bytes(device)
+                    room = residency.spare_bytes(context, device)
                     stack.enter_context(selection.on(lookup.call.tensors(device), room, declined))
                 plan = make_plan(captured, lookup.call, context.arena, device, context.config, selection)
             if selection is not None and selection.obstacle is not None and selection.elsewhere_too:
@@ -349,10 +345,6 @@ class PlanBuilder:
         keep_faster(self._cache, key, plan, context.model.eight_bits, report, context.config.drop_slower)
         return plan
 
-    def _spare_bytes(self, device: torch.device) -> int | None:
-        """What a second copy of weights may take; None if that does not matter."""
-        return None if device.type != "cuda" else int(_room(device) - _MIN_ROOM * _bytes(self._context.module))
-
     def _exact(self, lookup: Lookup, run: OriginalRun) -> list[torch.Tensor] | None:
         """The outputs in float32; None if the forward cannot be recorded again or memory is short."""
         context, device = self._context, lookup.key.device
@@ -363,7 +355,7 @@ class PlanBuilder:
         try:
             again = capture(context.slot.original, lookup.call, inputs, context.arena, context.hooks.ignored, run.state)
             needed = PEAK_FACTOR * peak_bytes(again.graph_module.graph)
-            if device.type == "cuda" and _room(device) < needed:
+            if device.type == "cuda" and residency.room(device) < needed:
                 return None
             return exact(again.graph_module, inputs)
         except (CaptureRefused, torch.cuda.OutOfMemoryError):
@@ -402,24 +394,3 @@ class PlanBuilder:
 
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
-
-
-def _has_gaps(leaf: torch.Tensor) -> bool:
-    """Whether the strides of a tensor do not follow from their order, which the signature has."""
-    return leaf.stride() != torch.empty_like(leaf, device="meta").stride()
-
-
-def _room(device: torch.device) -> int:
-    """Bytes that a plan may take: free ones, and those of CUDA graphs, which give way."""
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0] + max(0, cached))
-
-
-def _failed(exc: Exception) -> Reason:
-    """Why 8 bits are not used, if making a plan with them raised."""
-    short = out_of_memory(exc)
-    return reasons.EIGHT_BITS_ROOM() if short else reasons.EIGHT_BITS_FAILED(stage(), Detail(one_line(words_of(exc))))
-
-
-def _bytes(module: torch.nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())

@@ -1,4 +1,6 @@
-"""When the half-precision weights of layers in 8 bits leave the GPU, and when they come back; see `weights.resident`.
+"""What memory there is for plans, and when the half-precision weights of layers in 8 bits leave the GPU and come back.
+
+See `weights.resident`:
 
     the original forward is about to run ------> bring_back: they are on the GPU, as the host left them
     a plan with resident banks is about to run -> sync: what changed is quantised, what is on the GPU leaves
@@ -23,6 +25,32 @@ from sfast_ext.plans.plan import Plan
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.weights.weight import WeightsAway, WeightsInUse
 
+_MIN_ROOM = 0.3
+"""Of the bytes of the weights: so much must be free to make a plan. With less the attempt fails, and what it leaves in
+other places of the allocator may be what the original lacks (SDXL with --medvram on 6 GB, without a flag on 8 GB)."""
+
+
+def room(device: torch.device) -> int:
+    """Bytes of a GPU that a plan may take: free ones, and those of CUDA graphs, which give way."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + max(0, cached))
+
+
+def spare_bytes(context: ModuleContext, device: torch.device) -> int | None:
+    """What is left for a second copy of weights; None if that does not matter. Below zero not even a plan is made."""
+    return None if device.type != "cuda" else int(room(device) - _MIN_ROOM * bytes_of(context.module))
+
+
+def is_full(context: ModuleContext, device: torch.device) -> bool:
+    """Whether there is too little memory to make a plan."""
+    spare = spare_bytes(context, device)
+    return spare is not None and spare < 0
+
+
+def bytes_of(module: nn.Module) -> int:
+    """What the weights of a module take."""
+    return sum(p.nbytes for p in module.parameters())
+
 
 def wanted(context: ModuleContext, device: torch.device) -> bool:
     """Whether a plan with 8 bits that is made now leaves the half-precision weights in system memory."""
@@ -30,8 +58,8 @@ def wanted(context: ModuleContext, device: torch.device) -> bool:
         return False
     if context.arena.resident.banks:
         return True
-    room = context.hooks.system_memory
-    return is_small(context, device) and (room is None or room(_bytes(context)))
+    fits = context.hooks.system_memory
+    return is_small(context, device) and (fits is None or fits(bytes_of(context.model.whole.module)))
 
 
 def is_small(context: ModuleContext, device: torch.device) -> bool:
@@ -41,13 +69,8 @@ def is_small(context: ModuleContext, device: torch.device) -> bool:
         return bool(asked)
     if model.small is None or model.small[0] != device:
         total = torch.cuda.get_device_properties(device).total_memory
-        model.small = device, total < SMALL * _bytes(context)
+        model.small = device, total < SMALL * bytes_of(model.whole.module)
     return bool(model.small[1])
-
-
-def _bytes(context: ModuleContext) -> int:
-    """What the weights of the whole model take."""
-    return sum(p.nbytes for p in context.model.whole.module.parameters())
 
 
 def sync(context: ModuleContext, plan: Plan | None) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from sfast_ext.ui.words import CHUNK, COUNTED
 
@@ -70,6 +70,15 @@ class Invalid(ValueError):
 
 class Refused(Exception):
     """What was asked for cannot be done now. The message says what to do."""
+
+
+def refusing(why: str) -> Callable[..., NoReturn]:
+    """What is called in place of Prepare and Measure if they cannot be started."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise Refused(why)
+
+    return refuse
 
 
 @dataclass(frozen=True)

@@ -407,7 +407,7 @@ CALL = [
     ),
     Mutation(
         "the weights after a replay", "runtime/plan_finder.py",
-        "valid = not self._sync()", "valid = self._sync() >= 0",
+        "valid = not self._sync(lookup.plan)", "valid = self._sync(lookup.plan) >= 0",
         _AHEAD,
     ),
     Mutation(

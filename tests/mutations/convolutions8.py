@@ -58,7 +58,7 @@ MUTATIONS = [
     Mutation("convolutions of few pixels", _MATCH, "or pixels < MIN_PIXELS", "", _SIZES),
     Mutation(
         "rare calls with 8-bit convolutions", _CONV,
-        "if selection is None or ctx.most_bytes is not None:", "if selection is None:",
+        "selection.resident or ctx.most_bytes is not None:", "selection.resident:",
         (_PASS + "test_nothing_without_the_setting_without_kernels_or_for_rare_calls",),
     ),
     Mutation(

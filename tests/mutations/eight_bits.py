@@ -14,7 +14,7 @@ _WIDTHS = (_PASS + "test_widths_that_the_kernels_take",)
 _COMPARED = (_PLANS + "test_weights_are_asked_for_at_the_first_call_of_a_generation_and_compared_if_they_changed",)
 _ROOM = (_MEMORY + "test_too_little_memory_for_the_second_copy",)
 _CARD = (_PLANS + "test_what_a_card_must_have",)
-
+_MATCH = "passes/eight_bits_match.py"
 _BRANCH = "kernels/backend/test_graph_branch.py::"
 
 MUTATIONS = [
@@ -59,18 +59,17 @@ MUTATIONS = [
         (_PASS + "test_values_that_change_in_place_are_followed",),
     ),
     Mutation(
-        "inputs that nothing quantises where they are written", "passes/eight_bits.py",
-        "if norm is None and not is_written(x, pinned):",
-        "if False:",
+        "inputs that nothing quantises where they are written", _MATCH,
+        "if norm is None and not is_written(x, pinned):", "if False:",
         _LEFT_ALONE,
     ),
     Mutation(
-        "weights that are computed", "passes/eight_bits.py",
+        "weights that are computed", _MATCH,
         "if not is_weight(weight) or len(size) != 2", "if len(size) != 2", _LEFT_ALONE,
     ),
-    Mutation("products of few rows", "passes/eight_bits.py", "rows < MIN_ROWS", "False", _SIZES),
-    Mutation("columns of 8-bit products", "passes/eight_bits.py", "if columns % COLUMNS or", "if", _WIDTHS),
-    Mutation("depths of 8-bit products", "passes/eight_bits.py", "or size[1] % DEPTH", "", _WIDTHS),
+    Mutation("products of few rows", _MATCH, "(rows < MIN_ROWS and", "(False and", _SIZES),
+    Mutation("columns of 8-bit products", _MATCH, "if columns % COLUMNS or", "if", _WIDTHS),
+    Mutation("depths of 8-bit products", _MATCH, "or size[1] % DEPTH", "", _WIDTHS),
     Mutation(
         "other readers of a norm that is quantised", "passes/eight_bits.py",
         "set(x.users) == {c.node for c in some} and", "",
@@ -156,12 +155,12 @@ MUTATIONS = [
     ),
     Mutation(
         "a second copy of weights while memory is short", "plans/graph_pool.py",
-        "banks.vacate()", "pass",
+        "each.vacate()", "pass",
         (_MEMORY + "test_what_is_short_of_memory_finds_the_second_copy",),
     ),
     Mutation(
         "a second copy of weights next to an original that is short of memory", "plans/graph_pool.py",
-        "or any(len(banks) and not banks.vacant for banks in self.spare)", "",
+        "or any(banks.held for banks in self.spare)", "",
         (_MEMORY + "test_an_original_that_runs_out_of_memory_gets_that_of_the_second_copy",),
     ),
     Mutation(
@@ -170,11 +169,11 @@ MUTATIONS = [
         (_MEMORY + "test_memory_that_ends_while_the_plan_is_made",),
     ),
     Mutation(
-        "memory that the model needs itself", "runtime/plan_builder.py",
-        "int(_room(device) - _MIN_ROOM * _bytes(self._context.module))", "int(_room(device))", _ROOM,
+        "memory that the model needs itself", "runtime/residency.py",
+        "int(room(device) - _MIN_ROOM * bytes_of(context.module))", "int(room(device))", _ROOM,
     ),
     Mutation(
-        "cards without 8-bit products", "eight_bits.py", "if has < MIN_CAPABILITY:", "if False:", _CARD
+        "cards without 8-bit products", "eight_bits.py", "if has < MIN_CAPABILITY:", "if False:", _CARD,
     ),
     Mutation(
         "bfloat16 on cards that have none", "runtime/eight_bits.py",

@@ -52,7 +52,7 @@ MUTATIONS = [
         for what, source, mutant in (
             ("columns", "not (columns % 8 or", "not ("),
             ("the distance of rows", "or stride % 8 or", "or"),
-            ("where a weight begins", "or entry.weight.data_ptr() % 16 or", "or"),
+            ("where a weight begins", "or weight.data_ptr() % 16 or", "or"),
             ("where codes begin", "or entry.row.data_ptr() % 8)", ")"),
         )
     ),

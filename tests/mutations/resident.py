@@ -30,6 +30,12 @@ MUTATIONS = [
         _BACK,
     ),
     Mutation(
+        "the host's order of weights next to those in system memory", "runtime/model_state.py",
+        "with self.arena.order.host():\n # another thread may",
+        "with self.arena.gate:\n                # another thread may",
+        (_TESTS + "test_the_original_has_its_strides_next_to_weights_in_system_memory",),
+    ),
+    Mutation(
         "weights of a forward over the module's", "accelerator.py",
         "if not self.installed():\n self.bring_weights_back()", "pass",
         (_TESTS + "test_a_forward_that_is_put_over_the_module_finds_its_weights",),
@@ -41,7 +47,7 @@ MUTATIONS = [
         (_TESTS + "test_copies_have_their_weights_on_one_device",),
     ),
     Mutation(
-        "weights that something else of the graph reads", "passes/eight_bits.py",
+        "weights that something else of the graph reads", "passes/eight_bits_match.py",
         "return [c for c in found if read.isdisjoint(map(id, parts_of(c.weight)))]", "return found",
         (_TESTS + "test_a_weight_that_is_read_elsewhere_as_well_stays",),
     ),

@@ -221,7 +221,7 @@ MUTATIONS = [
     ),
     Mutation(
         "long tuples of layers", "behaviour/reader.py",
-        "        if _is_plain_tuple(value):\n", "        if False:\n",
+        "if is_plain_tuple(value):", "if False:",
         _OF_LAYERS,
     ),
     Mutation(

@@ -19,7 +19,7 @@ from sfast_ext.kernels.eight_bits import gain, geglu8, linear8, quantise_weights
 from sfast_ext.passes import eight_bits as passes
 from sfast_ext.passes import eight_bits_selection
 from sfast_ext.plans.graph_pool import MB, pool_of
-from sfast_ext.runtime import plan_builder, verify
+from sfast_ext.runtime import plan_builder, residency, verify
 
 from .eight_bits import LAYERS, Block, On, changed, net
 
@@ -146,13 +146,13 @@ def test_an_original_that_runs_out_of_memory_gets_that_of_the_second_copy(
 
 
 def test_too_little_memory_for_the_second_copy(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = plan_builder._bytes(net())
-    monkeypatch.setattr(plan_builder, "_room", lambda device: 0.7 * weights)
+    weights = residency.bytes_of(net())
+    monkeypatch.setattr(residency, "room", lambda device: 0.7 * weights)
     on = On(CARD, "cuda")
     on.call()
     assert on.error() < 0.01 and on.count("replays") == 1
     assert "too little memory" in on.status()["reason"]["text"] and on.status()["bytes"] == 0
-    monkeypatch.setattr(plan_builder, "_room", lambda device: 2 * weights)
+    monkeypatch.setattr(residency, "room", lambda device: 2 * weights)
     for _ in range(4):
         on.acc.new_generation()
         on.call()

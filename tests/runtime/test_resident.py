@@ -16,11 +16,12 @@ from torch import nn
 
 from sfast_ext import Config
 from sfast_ext.kernels.backend import health
-from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
+from sfast_ext.kernels.eight_bits import gain, quantise_rows, quantise_weights
 from sfast_ext.plans.graph_pool import MB, pool_of
 from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.weights import resident as weights_resident
 
+from . import eight_bits
 from .eight_bits import LAYERS, Net, On, changed, net
 
 CARD = Config(triton=False, eight_bits=True, resident=True, tolerance=0.1)
@@ -40,6 +41,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
     monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
+    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device: [True] * len(products))
     with pretended_card(monkeypatch, 64 * MB) as found:
         yield found
         assert not found.faults
@@ -265,3 +267,29 @@ def test_a_weight_that_is_read_elsewhere_as_well_stays(card: Card, monkeypatch: 
         on.both(change)
         assert on.error() < 0.05
     assert on.count("errors") == 0 and on.plan.resident
+
+
+class OfImages(Net):
+    """A convolution, whose weight plans lay channels last, in front of the layers in 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.conv(x.mT.contiguous().unflatten(2, (8, -1))).flatten(2).mT)
+
+
+def test_the_original_has_its_strides_next_to_weights_in_system_memory(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = OfImages().to(torch.bfloat16).eval()
+    monkeypatch.setattr(eight_bits, "net", lambda: model)
+    on = started()
+    assert on.plan.resident and away(on) == len(halves(on.ours))
+    seen: list[tuple[int, ...]] = []
+    for each in (on.ours, on.twin):
+        each.conv.register_forward_hook(lambda module, given, result: seen.append(result.stride()))
+    # the hook bypasses the call
+    assert on.error() < 0.01 and len(seen) == 2 and seen[0] == seen[1]

@@ -18,7 +18,7 @@ from sfast_ext.plans import graph_pool
 from sfast_ext.plans.graph_pool import MB
 from sfast_ext.plans.payback import REJECTED_FOR
 from sfast_ext.plans.plan import Plan
-from sfast_ext.runtime import plan_builder, verify
+from sfast_ext.runtime import residency, verify
 from sfast_ext.runtime.failures import out_of_memory
 from sfast_ext.runtime.model_state import ModuleContext
 
@@ -58,14 +58,14 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
 def test_no_plan_is_tried_without_room_for_it_and_one_is_made_when_there_is(
     on: On, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = plan_builder._bytes(on.ours)
-    monkeypatch.setattr(plan_builder, "_room", lambda device: 0.29 * weights)
+    weights = residency.bytes_of(on.ours)
+    monkeypatch.setattr(residency, "room", lambda device: 0.29 * weights)
     on.same()
     on.same()
     assert not on.count("captures") and not on.accelerator.plans
     (row,) = on.accelerator.report.as_dict()["reasons_listed"]
     assert "too little memory left" in row["reason"] and row["code"] == "out-of-memory"
-    monkeypatch.setattr(plan_builder, "_room", lambda device: 0.31 * weights)
+    monkeypatch.setattr(residency, "room", lambda device: 0.31 * weights)
     on.same()
     on.same()
     assert on.count("captures") == 1 and on.count("replays") >= 1
@@ -73,7 +73,7 @@ def test_no_plan_is_tried_without_room_for_it_and_one_is_made_when_there_is(
 
 def test_room_is_what_is_free_and_what_graphs_hold(on: On) -> None:
     on.same()
-    assert 0 < plan_builder._room(GPU) <= 256 * MB
+    assert 0 < residency.room(GPU) <= 256 * MB
 
 
 def hungry(monkeypatch: pytest.MonkeyPatch, on: On, kind: Callable[[str], Exception] = OOM) -> list[int]:
