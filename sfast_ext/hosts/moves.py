@@ -15,6 +15,7 @@ from sfast_ext.accelerator import Accelerator
 from sfast_ext.hosts import gpu_room, system_memory
 from sfast_ext.hosts.attachment import wrap
 from sfast_ext.hosts.session import guarded
+from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.report import Report
 from sfast_ext.weights.host_copies import HostCopies, Sources, move_to_gpu, sources_of
 
@@ -113,7 +114,7 @@ class WeightMoves:
             guarded(self._report, "memory", action)
         if place is not None:
             self._attempt(lambda: move_to_gpu(module, place))
-        result = move()
+        result = _with_room(place, self._report, move)
         self._attempt(lambda: self._copies.keep(module, sources))
         return result
 
@@ -160,6 +161,20 @@ class WeightMoves:
 
     def _put_back(self, module: nn.Module) -> None:
         self._report.count("weights_put_back", self._copies.put_back(module))
+
+
+def _with_room(place: torch.device | None, report: Report, move: Callable[[], Any]) -> Any:
+    """What `move` returns. If it runs out of memory while there are CUDA graphs and banks, they are freed, and it is
+    called again: it would have that memory without the extension."""
+    try:
+        return move()
+    except torch.cuda.OutOfMemoryError:
+        if place is None or place.type != "cuda" or not pool_of(place).holds_memory:
+            raise
+    # after the handler: the exception keeps what it had allocated
+    report.count("out_of_memory")
+    pool_of(place).make_room(report)
+    return move()
 
 
 @contextlib.contextmanager

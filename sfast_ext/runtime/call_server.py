@@ -195,8 +195,15 @@ class CallServer:
         again = arguments.with_own_containers(args, kwargs) if build else ((), {})
         watch = Stopwatch(lookup.key.device) if rare or (self._must_earn() and not build) else None
         # before the trace, which would record what is done to weights
-        as_hosts = self._context.arena.order.host() if trace is not None else contextlib.nullcontext()
-        with as_hosts:
+        with contextlib.ExitStack() as as_hosts:
+            if trace is not None:
+                try:
+                    as_hosts.enter_context(self._context.arena.order.host())
+                except Exception as exc:
+                    # nothing is recorded: `run_original` tries it again, with more room
+                    at("weights as the host laid them")
+                    self._report.error(stage(), exc)
+                    trace = None
             started = time.perf_counter()
             if trace is None or state is None:
                 result = self.run_original(*args, **kwargs)

@@ -22,6 +22,7 @@ from sfast_ext.report import Report
 from sfast_ext.runtime.eight_bits import EightBits
 from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.weight import WeightsInUse
 
 
 class HasPlans(Protocol):
@@ -159,7 +160,13 @@ class ModuleContext:
             with self.arena.order.host():
                 return forward(*args, **kwargs)
         for last in (False, False, True):
-            self.bring_back()
+            try:
+                self.bring_back()
+            except WeightsInUse:
+                # the host knows no such error
+                if last:
+                    raise
+                continue
             with self.arena.order.host():
                 # another thread may have set them aside again
                 if last or not self.arena.resident.out(self.device()):

@@ -162,9 +162,17 @@ def give_back(context: ModuleContext) -> None:
 
 
 def hidden(context: ModuleContext, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """See `Resident.hidden`, while the host moves the module to a device."""
+    """See `Resident.hidden`, while the host moves the module to a device. Not if plans read half-precision values of
+    these weights: they get them as they get others, else their memory and the host's were there at once."""
     resident = context.arena.resident
-    return resident.hidden() if resident.device == device and resident.banks else contextlib.nullcontext()
+    if resident.device != device or not resident.banks or _halves_are_read(context):
+        return contextlib.nullcontext()
+    return resident.hidden()
+
+
+def _halves_are_read(context: ModuleContext) -> bool:
+    plans = (plan for each in context.model.accelerators() for plan in list(each.plans.values()))
+    return any(context.arena.resident.has(w) for plan in plans if not plan.resident for w in plan.weights)
 
 
 def lent(context: ModuleContext, layer: nn.Module) -> contextlib.AbstractContextManager[None]:

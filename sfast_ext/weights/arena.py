@@ -254,6 +254,7 @@ class WeightArena:
         """
         tracked = self._tracked
         with tracked.lock:
+            tracked.drop_left()
             apart = {*tracked.vacant, *map(id, tracked.tables.values())}
             live = [w for w in weights if id(w) not in apart]
             return vacancies(live, [*tracked.known(), *tracked.packs.all()], self._layouts)

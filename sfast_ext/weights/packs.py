@@ -71,6 +71,10 @@ class Packs:
         """Drop the packs that no plan reads completely."""
         self._packs = {k: p for k, p in self._packs.items() if all(part.plans for part in p.parts)}
 
+    def drop_left(self, there: Callable[[Weight], bool]) -> None:
+        """Drop the packs that no plan reads, and of which no part is there any more."""
+        self._packs = {k: p for k, p in self._packs.items() if any(part.plans or there(part) for part in p.parts)}
+
     def clear(self) -> None:
         """Drop all packs."""
         self._packs = {}

@@ -112,6 +112,14 @@ class TrackedWeights:
         every = [*self.weights.values(), *self.tables.values(), *self.live, *parts]
         return list({id(w): w for w in every}.values())
 
+    def drop_left(self) -> None:
+        """Let go of memory that no plan reads, and that the module has left."""
+        gone = {key for key, w in self.weights.items() if not w.plans and not _is_there(w)}
+        if gone:
+            self.weights = {key: w for key, w in self.weights.items() if key not in gone}
+            self.packs.drop_left(_is_there)
+            self.order.keep(self.known())
+
     def refresh_live(self) -> None:
         """Plans were bound or dropped."""
         self.live = [w for w in self.known() if w.plans]
@@ -140,3 +148,9 @@ class TrackedWeights:
         original = weight.tensor.stride() if original is None else original
         self.layouts.record(weight.bound, original, paths_of(self.root, weight))
         weight.tensor, weight.pointer = place, place.data_ptr()
+
+
+def _is_there(weight: Weight) -> bool:
+    """Whether the module holds the tensor of a weight on the device of its memory."""
+    held = [container.get(name) for container, name in weight.slots]
+    return any(isinstance(x, torch.Tensor) and x.device == weight.tensor.device for x in held)

@@ -56,4 +56,19 @@ MUTATIONS = [
         "if not (config.enabled and config.eight_bits):\n residency.give_back(self._context)", "pass",
         (_TESTS + "test_off_gives_them_back_at_once_and_the_exact_bits",),
     ),
+    Mutation(
+        "memory that the module has left", "weights/tracked.py",
+        "if not w.plans and not _is_there(w)", "if False",
+        ("weights/test_left_memory.py::test_it_is_freed_and_the_module_comes_back",),
+    ),
+    Mutation(
+        "weights that are on the GPU are known", "weights/tracked.py",
+        "if not w.plans and not _is_there(w)", "if not w.plans",
+        ("weights/test_left_memory.py::test_what_is_on_the_gpu_stays_known",),
+    ),
+    Mutation(
+        "room for a host's move", "hosts/moves.py",
+        "result = _with_room(place, self._report, move)", "result = move()",
+        ("weights/test_left_memory.py::test_a_move_that_finds_no_memory_gets_that_of_graphs",),
+    ),
 ]
