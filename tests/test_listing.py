@@ -75,7 +75,8 @@ def test_no_server_is_contacted_so_the_tag_online_is_not_needed():
             found += [f"{file.name}: {name}" for name in names if name in reaching]
     assert found == []
     for file in (ROOT / "javascript").glob("*.js"):
-        assert not re.search("https?:", file.read_text(encoding="utf-8")), file.name
+        text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")  # the name of SVG's elements
+        assert not re.search("https?:", text), file.name
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.stem)

@@ -91,7 +91,7 @@ def test_what_is_left_to_two_kernels(launched: list[str], what: str, monkeypatch
     if what == "a weight of another type":
         given[5] = given[5].float()
     if what == "many parts":
-        monkeypatch.setattr(portable, "_MAX_PARTS", 5)
+        monkeypatch.setattr(portable, "MAX_PARTS", 5)
     with triton_runtime.without_triton():
         assert conv_group_norm.accepts(*given[:7], torch.bfloat16)
         results = conv_group_norm.launch(*given)
