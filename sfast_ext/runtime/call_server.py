@@ -6,10 +6,11 @@ The states of a call are those of `plan_finder`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +36,8 @@ from sfast_ext.runtime.plan_finder import HostFailed, Lookup, PlanFinder, Replay
 from sfast_ext.runtime.plan_runner import OriginalFailed, PlanRunner
 from sfast_ext.timing import Pace
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged
+
+T = TypeVar("T")
 
 
 class CallServer:
@@ -117,7 +120,8 @@ class CallServer:
 
         if state is ReplayState.BYPASS or lookup is None:
             return self._rehearsed(args, kwargs) if rehearsing() else self.run_original(*args, **kwargs)
-        if not self._begin_to_build(lookup):
+        building = lookup
+        if not self._guarded(lambda: self._begin_to_build(building), False):
             return self._without_plan(lookup, args, kwargs, build=False)
         try:
             with gc_paused():
@@ -135,12 +139,24 @@ class CallServer:
             return False
         if not lock.acquire(blocking=False):
             return False
-        # another thread may have made it since it was looked up
-        settled = key in self._cache.plans or key in self._cache.rejected
-        if settled or (config.rare_calls and not self._rare.take(key, config.rare_gain, config.rare_build_ms)):
-            lock.release()
-            return False
-        return True
+        begins = False
+        try:
+            # another thread may have made it since it was looked up
+            settled = key in self._cache.plans or key in self._cache.rejected
+            rare = config.rare_calls
+            begins = not (settled or (rare and not self._rare.take(key, config.rare_gain, config.rare_build_ms)))
+        finally:
+            if not begins:
+                lock.release()
+        return begins
+
+    def _guarded(self, action: Callable[[], T], otherwise: T) -> T:
+        """What an action returns that the original's result does not depend on. If it raises, that is reported."""
+        try:
+            return action()
+        except Exception as exc:
+            self._report.error(stage(), exc)
+            return otherwise
 
     def _must_earn(self) -> bool:
         """Whether it matters if a plan is earned back. What is prepared was asked for."""
@@ -187,13 +203,14 @@ class CallServer:
         with contextlib.suppress(WeightsAway, torch.cuda.OutOfMemoryError):
             self._context.bring_back()
         if build and lookup.key.eight_bits and residency.wanted(self._context, lookup.key.device):
-            self._context.slot.watch()
+            self._guarded(self._context.slot.watch, None)
         # a recorded run takes longer, and its time would be the original's
-        trace = self._builder.live_trace(lookup) if build and not rare else None
+        trace = self._guarded(lambda: self._builder.live_trace(lookup), None) if build and not rare else None
         state = self._state() if build else None
         # the original may take away what is in them
         again = arguments.with_own_containers(args, kwargs) if build else ((), {})
-        watch = Stopwatch(lookup.key.device) if rare or (self._must_earn() and not build) else None
+        timed = rare or (self._must_earn() and not build)
+        watch = self._guarded(lambda: Stopwatch(lookup.key.device), None) if timed else None
         # before the trace, which would record what is done to weights
         with contextlib.ExitStack() as as_hosts:
             if trace is not None:
@@ -209,8 +226,8 @@ class CallServer:
                 result = self.run_original(*args, **kwargs)
             else:
                 result = trace.run(self.run_original, args, kwargs, state.put_back)
-        if watch is not None:
-            watch.stop()
+        if watch is not None and not self._guarded(functools.partial(_stopped, watch), False):
+            watch = None
         tried = False
         if state is not None:
             seconds = time.perf_counter() - started
@@ -219,17 +236,26 @@ class CallServer:
             tried = self._try_to_build(lookup, run)
             plan = self._cache.plans.get(lookup.key)
             if plan is not None:
-                self._built(lookup, plan, 1000 * (time.perf_counter() - began))
+                milliseconds = 1000 * (time.perf_counter() - began)
+                self._guarded(lambda: self._built(lookup, plan, milliseconds), None)
+        self._guarded(lambda: self._account(lookup, watch, build, tried), None)
+        return result
+
+    def _account(self, lookup: Lookup, watch: Stopwatch | None, build: bool, tried: bool) -> None:
+        """The original has run in this call.
+
+        Args:
+            tried: whether it is settled if a plan can be made.
+        """
         if not rehearsing():
             self._earnings.calls += 1
-        if watch is not None and not rare:
+        if watch is not None and not self._context.config.rare_calls:
             self._earnings.ran(lookup.shape_signature, watch)
         elif watch is not None and not tried:
             if build:
                 self._rare.give_back()
             self._rare.ran(lookup.key, watch)
         self.pace.restart()
-        return result
 
     def _built(self, lookup: Lookup, plan: Plan, milliseconds: float) -> None:
         """A plan was made in this time."""
@@ -326,6 +352,11 @@ class CallServer:
         """Keyword arguments of which a run of the original takes nothing away, see `Hooks.consumed`."""
         consumed = self._context.hooks.consumed
         return {k: copied(v) if k in consumed else v for k, v in kwargs.items()} if consumed else kwargs
+
+
+def _stopped(watch: Stopwatch) -> bool:
+    watch.stop()
+    return True
 
 
 _thread = threading.local()

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterable
-from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
 
 from sfast_ext.weights.weight import Weight
-
-# up to here memory without gaps has one layout; that of a convolution's weight may be channels-last
-_MAX_DIMS_OF_ROWS = 2
 
 
 class ChangeDetector:
@@ -32,10 +27,6 @@ class ChangeDetector:
         self._bound = [w.tensor if w.bound is None else w.bound for w in self.weights]
         self._pointers = [w.pointer for w in self.weights]
         self._strides = [w.tensor.stride() for w in self.weights]
-        rows = [w.tensor.dim() <= _MAX_DIMS_OF_ROWS and w.tensor.is_contiguous() for w in self.weights]
-        self._select_rows = partial(compress, selectors=rows)
-        self._select_others = partial(compress, selectors=[not row for row in rows])
-        self._other_strides = list(self._select_others(self._strides))
 
     def changed(self) -> list[tuple[Weight, Any]]:
         """The weights that changed, with the current contents of their slots. Microseconds if nothing changed."""
@@ -43,8 +34,7 @@ class ChangeDetector:
         if (
             all(map(operator.is_, now, self._bound))
             and list(map(torch.Tensor.data_ptr, self._bound)) == self._pointers
-            and all(map(torch.Tensor.is_contiguous, self._select_rows(self._bound)))
-            and list(map(torch.Tensor.stride, self._select_others(self._bound))) == self._other_strides
+            and list(map(torch.Tensor.stride, self._bound)) == self._strides
         ):
             return []
         places = zip(self.weights, now, self._bound, self._pointers, self._strides)

@@ -71,4 +71,10 @@ MUTATIONS = [
         "result = _with_room(place, self._report, move)", "result = move()",
         ("weights/test_left_memory.py::test_a_move_that_finds_no_memory_gets_that_of_graphs",),
     ),
+    Mutation(
+        "results of calls whose accounts fail", "runtime/call_server.py",
+        "self._guarded(lambda: self._account(lookup, watch, build, tried), None)",
+        "self._account(lookup, watch, build, tried)",
+        ("runtime/test_faults_of_accounts.py::test_the_caller_gets_the_result",),
+    ),
 ]
