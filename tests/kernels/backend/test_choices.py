@@ -183,7 +183,8 @@ def test_two_processes_add_to_one_file(cache):
     mine, theirs = Bench(file, torch=1.0, flash=0.5), Bench(file, torch=1.0, flash=0.5)
     assert mine("a") == theirs("b") == "flash"
     assert set(Memory(file, {}).choices()["sum"]) == {"a of flash", "b of flash"}
-    assert [each.name for each in cache.iterdir()] == ["choices.json"]
+    # and the lock of the two
+    assert sorted(each.name for each in cache.iterdir()) == [".turn", "choices.json"]
 
 
 @pytest.mark.parametrize(
