@@ -103,7 +103,7 @@ class StageTimes:
                 folder = self._folder()
                 return _checked(json.loads(cache_folder.read(folder / "stages.json", folder)))
         except (OSError, RuntimeError, ValueError):
-            pass  # there is none, or not one of ours
+            pass  # there is none, or one that is not this extension's
         return {}
 
 
