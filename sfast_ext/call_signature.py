@@ -44,7 +44,7 @@ class Signature(NamedTuple):
     flags: int = 0
     """See `numerical_flags`."""
     other_mode: tuple[Any, ...] = ()
-    """Autocast of the device type that the model is not on, where a forward may compute a part."""
+    """Autocast of the device type that the model is not on: a forward may compute a part there."""
     contents: tuple[Any, ...] = ()
     """What tensors hold that the forward reads values of, by their places among all."""
 

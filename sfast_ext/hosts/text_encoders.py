@@ -1,6 +1,6 @@
 """The text encoders, accelerated in addition to the UNet; the same for all adapters.
 
-The embeddings of tokens stay the host's own, where the host puts the vectors of textual inversion among them. What is
+The embeddings of tokens stay the host's own: the host puts the vectors of textual inversion among them. What is
 accelerated is what comes next: the layers of transformers' encoder, or the blocks of OpenCLIP's.
 """
 

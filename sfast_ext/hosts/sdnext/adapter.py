@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -185,36 +185,26 @@ class SDNextSession(Session):
         self._offload.watch(getattr(pipe, "vae", None) for pipe in (_pipeline(), _refiner()) if config.enabled)
 
     def _accelerable_vaes(self) -> list[Any]:
-        """Those of the loaded pipelines that nothing is known against; the report says what is."""
+        vaes = (getattr(pipe, "vae", None) for pipe in (_pipeline(), _refiner()))
+        return self._unrefused((vae for vae in vaes if type(vae).__name__ == VAE), "VAE")
+
+    def _accelerable_text_encoders(self) -> list[nn.Module]:
+        encoders = (getattr(pipe, name, None) for pipe in (_pipeline(), _refiner()) for name in TEXT_ENCODERS)
+        return self._unrefused((each for each in encoders if isinstance(each, nn.Module)), "text encoder")
+
+    def _unrefused(self, networks: Iterable[Any], what: str) -> list[Any]:
+        """Those of the loaded pipelines, each once, that nothing is known against; the report says what is."""
         from modules import shared
 
         found: list[Any] = []
-        for pipe in (_pipeline(), _refiner()):
-            each = getattr(pipe, "vae", None)
-            if type(each).__name__ != VAE or any(each is other for other in found):
+        for network in networks:
+            if any(network is other for other in found):
                 continue
-            reason = model_bypass_reason(each, shared.opts)
+            reason = model_bypass_reason(network, shared.opts)
             if reason is None:
-                found.append(each)
+                found.append(network)
             else:
-                self.report.once("VAE", reason)
-        return found
-
-    def _accelerable_text_encoders(self) -> list[nn.Module]:
-        """Those of the loaded pipelines that nothing is known against; the report says what is."""
-        from modules import shared
-
-        found: list[nn.Module] = []
-        for pipe in (_pipeline(), _refiner()):
-            for name in TEXT_ENCODERS:
-                encoder = getattr(pipe, name, None)
-                if not isinstance(encoder, nn.Module) or any(encoder is other for other in found):
-                    continue
-                refused = model_bypass_reason(encoder, shared.opts)
-                if refused is None:
-                    found.append(encoder)
-                else:
-                    self.report.once("text encoder", refused)
+                self.report.once(what, reason)
         return found
 
     def release_models(self) -> None:

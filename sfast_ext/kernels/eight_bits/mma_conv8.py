@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sfast_ext.kernels.backend import cuda_tier, nvrtc, triton_runtime
 from sfast_ext.kernels.backend.triton_runtime import (
-    HALF,
     INTERPRETED,
     MAX_GRID_YZ,
     cdiv,
@@ -20,7 +19,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
     launch_kernel,
     multiprocessors,
 )
-from sfast_ext.kernels.eight_bits import MIN_CAPABILITY, mma8_tiles
+from sfast_ext.kernels.eight_bits import MIN_CAPABILITY, mma8_tiles, mma_gemm8
 from sfast_ext.kernels.eight_bits.mma8_tiles import DEPTH
 from sfast_ext.kernels.linear import mma_gemm
 from sfast_ext.kernels.linear.mma_gemm import PLAIN, RESIDUAL
@@ -50,17 +49,9 @@ def accepts(
     """Why `conv2d` does not take x (N, C, H, W), x_scale (2, N), weight (K, 9 C), weight_scale (2, K), bias (K) and
     residual, of the result's shape; None if it does: x, channels last, and weight in int8, scales in float32, the rest
     in `dtype`, which is float16 or bfloat16; C a multiple of 64, K of 8; stride 1 or 2."""
-    if INTERPRETED or not SOURCE.supported(device_of(x)):
-        return "kernels in CUDA C++ for 8-bit integers are not for this device, or not compiled here"
-    if not x.dtype == weight.dtype == torch.int8 or not x_scale.dtype == weight_scale.dtype == torch.float32:
-        return "operands other than int8, or scales other than float32"
-    added = [each for each in (bias, residual) if each is not None]
-    if dtype not in HALF or any(each.dtype != dtype for each in added):
-        return "a result other than float16 and bfloat16, or a bias or residual of another dtype"
-    given = [x, x_scale, weight, weight_scale, *added]
-    if not is_dry_run() and any(t.device != x.device or type(t) not in (Tensor, torch.nn.Parameter) for t in given):
-        return "tensors of several devices, or of a subclass of Tensor"
-    return _accepts_sizes(x, x_scale, weight, weight_scale, bias, residual, stride)
+    has_kernels = not INTERPRETED and SOURCE.supported(device_of(x))
+    unfit = mma_gemm8.unfit_operands(has_kernels, x, x_scale, weight, weight_scale, bias, residual, dtype)
+    return unfit or _accepts_sizes(x, x_scale, weight, weight_scale, bias, residual, stride)
 
 
 def _accepts_sizes(

@@ -55,7 +55,22 @@ def accepts(
     """Why `linear` does not take x (..., K), x_scale (...), weight (N, K), weight_scale (N), bias (N) and residual
     (..., N); None if it does: x and weight in int8, scales in float32, the rest in `dtype`, which is float16 or
     bfloat16; K a multiple of 64, N of 8; all but x dense."""
-    if not supported(device_of(x)):
+    unfit = unfit_operands(supported(device_of(x)), x, x_scale, weight, weight_scale, bias, residual, dtype)
+    return unfit or _accepts_sizes(x, x_scale, weight, weight_scale, bias, residual)
+
+
+def unfit_operands(
+    has_kernels: bool,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> str | None:
+    """Why a product of 8-bit integers does not take operands of whatever sizes; None if it may."""
+    if not has_kernels:
         return "kernels in CUDA C++ for 8-bit integers are not for this device, or not compiled here"
     if not x.dtype == weight.dtype == torch.int8 or not x_scale.dtype == weight_scale.dtype == torch.float32:
         return "operands other than int8, or scales other than float32"
@@ -65,7 +80,7 @@ def accepts(
     given = [x, x_scale, weight, weight_scale, *added]
     if not is_dry_run() and any(t.device != x.device or type(t) not in (Tensor, torch.nn.Parameter) for t in given):
         return "tensors of several devices, or of a subclass of Tensor"
-    return _accepts_sizes(x, x_scale, weight, weight_scale, bias, residual)
+    return None
 
 
 def _accepts_sizes(
