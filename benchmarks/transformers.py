@@ -175,7 +175,8 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterat
     functions |= {"ours": functools.partial(ours, False)} if args.exact or not args.eight_bits else {}
     functions |= {"ours, 8 bits": functools.partial(ours, True)} if args.eight_bits else {}
     for size in args.sizes:
-        given, named = transformers.transformer_inputs(model, *size, args.images, tokens=TOKENS)
+        width, height = size
+        given, named = transformers.transformer_inputs(model, width, height, args.images, tokens=TOKENS)
         calls: dict[str, Callable[[], Any]] = {}
         calls |= {way: functools.partial(run, *given, **named) for way, run in functions.items() if run is not None}
         row: dict[str, Any] = {"model": name, "size": size, "images": args.images, "weights_mb": weights}

@@ -23,10 +23,14 @@ from sfast_ext.kernels.eight_bits import (
     add_group_norm8,
     add_layer_norm8,
     cat_group_norm8,
+    gated_norm8,
+    gelu8,
     group_norm8,
     layer_norm8,
+    modulated_norm8,
     quantise_rows,
     quantise_weights,
+    swiglu8,
 )
 from sfast_ext.kernels.pointwise import gated_norm, gated_residual, modulated_norm, norm_rotary, swiglu
 from sfast_ext.passes import PassContext, run_passes
@@ -106,14 +110,19 @@ def of_transformers(dtype: torch.dtype) -> list[size_prediction.Call]:
         return size_prediction.Shape(size, stride or dense, kind)
 
     found: list[tuple[Any, tuple[Any, ...]]] = []
+    half = dtype != torch.float32
     for images, tokens, channels in transformers.ROWS:
         x, weight = shape(images, tokens, channels), shape(channels)
         each = shape(images, 1, channels, stride=(4 * channels, 4 * channels, 1))
         rms, layer = (weight, None, 1e-5, each, None, True, True), (None, None, 1e-6, each, each, False, True)
         found += [(modulated_norm, (x, *norm)) for norm in (rms, layer)]
-        for gated in ((x, x, each, weight, 1e-5, True), (x, x, each, None, None, False)):
+        gates = (x, x, each, weight, 1e-5, True), (x, x, each, None, None, False)
+        for gated in gates:
             found.append((gated_residual, gated))
             found += [(gated_norm, (*gated, *norm)) for norm in (rms, layer)]
+        if half:
+            found += [(modulated_norm8, (x, *norm, group)) for norm in (rms, layer) for group in (0, 256)]
+            found += [(gated_norm8, (*gates[0], *rms, group)) for group in (0, 256)]
     for images, tokens, heads, columns, form in transformers.HEADS:
         packed = 3 * heads * columns
         x = shape(images, tokens, heads, columns, stride=(tokens * packed, packed, columns, 1))
@@ -123,8 +132,10 @@ def of_transformers(dtype: torch.dtype) -> list[size_prediction.Call]:
         given = (angles, None if form == "complex" else angles, form)
         found += [(norm_rotary, (x, shape(columns), 1e-5, *given)), (norm_rotary, (x, None, None, *given))]
     for rows, columns in transformers.GATED:
-        half = shape(rows, columns, stride=(2 * columns, 1))
-        found.append((swiglu, (half, half)))
+        part = shape(rows, columns, stride=(2 * columns, 1))
+        found.append((swiglu, (part, part)))
+        found += [(swiglu8, (part, part, group)) for group in (0, 256)] if half else []
+    found += [(gelu8, (shape(rows, columns), form, 256)) for rows, columns, form in transformers.GELU8] if half else []
     return [size_prediction.Call(module.launch, args, {}) for module, args in found]
 
 
