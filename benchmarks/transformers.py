@@ -102,6 +102,15 @@ def times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     return {name: sorted(taken)[len(taken) // 2] for name, taken in found.items()}
 
 
+def kernels(call: Callable[[], Any], most: int) -> list[tuple[str, int, float]]:
+    """The kernels that take longest in a call: name, how many, milliseconds in all."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        call()
+        synchronise()
+    rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
+    return [(row.key[:70], row.count, round(row.self_device_time_total / 1e3, 3)) for row in rows[:most]]
+
+
 def peak_mb(call: Callable[[], Any]) -> float | None:
     if not torch.cuda.is_available():
         return None
@@ -187,6 +196,8 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterat
         row["ms"] = {way: round(ms, 2) for way, ms in times(calls, args.rounds).items()}
         row["eager_by"] = {way: round(row["ms"]["eager"] / ms, 3) for way, ms in row["ms"].items()}
         row["peak_mb"] = {way: peak_mb(call) for way, call in calls.items()}
+        for way, call in calls.items() if args.profile else ():
+            print(way, kernels(call, args.profile), flush=True)
         status, report = accelerator.status(), accelerator.report.as_dict()
         row["plans"] = [{key: value for key, value in plan.items() if key in _TOLD} for plan in status["plans"]]
         for plan in row["plans"]:
@@ -214,6 +225,7 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="the exact way next to 8 bits")
     parser.add_argument("--images", type=int, default=1)
     parser.add_argument("--as", dest="ampere", choices=["sm_80"], help="with kernels for another card")
+    parser.add_argument("--profile", type=int, default=0, help="so many kernels of each way are named with their times")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.sizes = [tuple(map(int, size.split("x"))) for size in args.size.split(",")]

@@ -56,7 +56,7 @@ played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND, 
 
 # layers that diffusers adds are another model, whose plans must pay: images of four steps that follow each other do not
 WAITING = [f"{MODELS[0]}, {name}" for name in ("LoRA, another weight", "LoRA, wide", "LoRA, without guidance")]
-WAITING += [f"{MODELS[0]}, {name}" for name in ("another LoRA", "two LoRAs")]
+WAITING += [f"{MODELS[0]}, {name}" for name in ("another LoRA", "two LoRAs", "without LoRA")]
 
 
 @pytest.mark.parametrize("name", sdnext.pictured(ROUND))
