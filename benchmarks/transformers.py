@@ -196,8 +196,6 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterat
         row["ms"] = {way: round(ms, 2) for way, ms in times(calls, args.rounds).items()}
         row["eager_by"] = {way: round(row["ms"]["eager"] / ms, 3) for way, ms in row["ms"].items()}
         row["peak_mb"] = {way: peak_mb(call) for way, call in calls.items()}
-        for way, call in calls.items() if args.profile else ():
-            print(way, kernels(call, args.profile), flush=True)
         status, report = accelerator.status(), accelerator.report.as_dict()
         row["plans"] = [{key: value for key, value in plan.items() if key in _TOLD} for plan in status["plans"]]
         for plan in row["plans"]:
@@ -206,6 +204,8 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterat
         row["reasons"], row["last_error"] = list(report["reasons"]), report["last_error"]
         print(json.dumps(row), flush=True)
         yield row
+        for way, call in calls.items() if args.profile and device.type == "cuda" else ():
+            print(way, kernels(call, args.profile), flush=True)
     accelerator.release()
 
 
