@@ -35,6 +35,7 @@ from sfast_ext.kernels.eight_bits import (
 from sfast_ext.kernels.pointwise import gated_norm, gated_residual, modulated_norm, norm_rotary, swiglu
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.tools.lib import models
+from sfast_ext.tools.lib import transformers as transformer_models
 from sfast_ext.weights.arena import WeightArena
 
 # of a card with each capability: RTX 2080 Ti, A100, RTX 3090, RTX 4090, H200, B200, RTX 5090
@@ -145,14 +146,24 @@ def graph(case: str, dtype: torch.dtype, *, triton: bool = True) -> fx.Graph:
 
     name, _, size = case.partition(":")
     width, height = map(int, size.split("x"))
-    torch.set_default_dtype(dtype)
-    try:
-        with models.without_initialisation(_CPU):
-            unet = UNet2DConditionModel(**models.unet_config(name)).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    call = flatten_call(*models.unet_inputs(unet, width, height), _CPU)
+    if transformer_models.is_transformer(name):
+        unet = transformer_models.blank_transformer(name, dtype=dtype).eval().requires_grad_(False)
+        if name == "z-image":
+            tables = unet.rope_embedder
+            tables.freqs_cis = tables.precompute_freqs_cis(tables.axes_dims, tables.axes_lens, theta=tables.theta)
+        given = transformer_models.transformer_inputs(unet, width, height)
+    else:
+        torch.set_default_dtype(dtype)
+        try:
+            with models.without_initialisation(_CPU):
+                unet = UNet2DConditionModel(**models.unet_config(name)).eval().requires_grad_(False)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        given = models.unet_inputs(unet, width, height)
+    call = flatten_call(*given, _CPU)
     arena = WeightArena(unet)
+    # rotary tables, which a behaviour key would have seen
+    arena.is_table = lambda tensor: True
     gm = capture(unet.forward, call, call.tensors(_CPU), arena).graph_module
     run_passes(gm, PassContext(arena, _CPU, triton=triton))
     arena.release()
