@@ -213,7 +213,8 @@ _TOLD = {"state", "error", "no_graph_reason", "fused", "memory_mb", "ms_before",
 _FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
+    """Time models and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="lumina2,z-image", help="names, separated by commas")
     parser.add_argument("--size", default="1024x1024,512x512")
@@ -227,7 +228,7 @@ def main() -> None:
     parser.add_argument("--as", dest="ampere", choices=["sm_80"], help="with kernels for another card")
     parser.add_argument("--profile", type=int, default=0, help="so many kernels of each way are named with their times")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     args.sizes = [tuple(map(int, size.split("x"))) for size in args.size.split(",")]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: list[Any] = []

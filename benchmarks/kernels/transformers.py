@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.kernels.quantisers import torch_quantise_rows
+from benchmarks.kernels.quantisers import largest_group, torch_quantise_rows
 
 # images, tokens, channels: Z-Image, Lumina 2, Anima
 ROWS = [(1, 4352, 3840), (2, 4352, 2304), (2, 4096, 2048)]
@@ -181,27 +181,31 @@ def torch_gelu8(x: Tensor, approximate: str, group: int) -> tuple[Tensor, Tensor
     return torch_quantise_rows(F.gelu(x, approximate=approximate), group)
 
 
+def _group(columns: int) -> dict[str, int]:
+    return {"group": largest_group(columns)}
+
+
 def _modulated_norm8(o: Any, case: Callable[..., Any]) -> Iterator[Any]:
     for sizes in ROWS:
         given = [o.randn(*sizes), *_norms(o, sizes[0], sizes[2])[0]]
-        yield case("modulated_norm8", "x".join(map(str, sizes)), torch_modulated_norm8, given, {"group": 256})
+        yield case("modulated_norm8", "x".join(map(str, sizes)), torch_modulated_norm8, given, _group(sizes[2]))
 
 
 def _gated_norm8(o: Any, case: Callable[..., Any]) -> Iterator[Any]:
     for sizes in ROWS:
         given = [*_gates(o, *sizes)[0], *_norms(o, sizes[0], sizes[2])[0]]
-        yield case("gated_norm8", "x".join(map(str, sizes)), torch_gated_norm8, given, {"group": 256})
+        yield case("gated_norm8", "x".join(map(str, sizes)), torch_gated_norm8, given, _group(sizes[2]))
 
 
 def _swiglu8(o: Any, case: Callable[..., Any]) -> Iterator[Any]:
     for rows, columns in GATED:
         given = list(o.randn(rows, 2 * columns).chunk(2, -1))
-        yield case("swiglu8", f"{rows}x{columns}", torch_swiglu8, given, {"group": 256})
+        yield case("swiglu8", f"{rows}x{columns}", torch_swiglu8, given, _group(columns))
 
 
 def _gelu8(o: Any, case: Callable[..., Any]) -> Iterator[Any]:
     for rows, columns, form in GELU8:
-        yield case("gelu8", f"{rows}x{columns}", torch_gelu8, [o.randn(rows, columns), form], {"group": 256})
+        yield case("gelu8", f"{rows}x{columns}", torch_gelu8, [o.randn(rows, columns), form], _group(columns))
 
 
 CASES: dict[str, Callable[..., Iterator[Any]]] = {
