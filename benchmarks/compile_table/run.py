@@ -152,7 +152,12 @@ def _table(results: dict[str, Any], dtype: str) -> str:
     for version, brought_by in VERSIONS.items():
         if dtype in results.get(version, {}).get("dtypes", {}):
             rows = results[version]["dtypes"][dtype]
-            lines.append([version, brought_by, *(_cell(rows.get(capability)) for capability in columns)])
+            line = [version, brought_by, *(_cell(rows.get(capability)) for capability in columns)]
+            if lines[-1][2:] == line[2:]:
+                # a row for all versions in sequence that compile the same
+                before = lines.pop()
+                line[:2] = f"{before[0]}, {version}", before[1] if brought_by == "–" else f"{before[1]}, {brought_by}"
+            lines.append(line)
     cases = {tuple(each["cases"][dtype]) for each in results.values() if dtype in each.get("cases", {})}
     what = "; ".join(sorted(", ".join(each) for each in cases)) or "nothing yet"
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -170,12 +175,14 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 def _failures(results: dict[str, Any]) -> str:
     found: dict[tuple[str, str, str], list[str]] = {}
-    unused: dict[str, None] = {}
+    unused: dict[str, list[str]] = {}
     for version, entry in results.items():
         for dtype, rows in entry["dtypes"].items():
             for capability, row in rows.items():
                 if "refused" in row:
-                    unused[row["refused"]] = None
+                    versions = unused.setdefault(row["refused"].removeprefix(f"Triton {_minor(version)} "), [])
+                    if version not in versions:
+                        versions.append(version)
                     continue
                 for kernel, reason in row["failed"].items():
                     found.setdefault((version, dtype, capability), []).append(f"{kernel}: `{reason}`")
@@ -183,8 +190,14 @@ def _failures(results: dict[str, Any]) -> str:
         f"- Triton {version}, {dtype}, {capability}: {'; '.join(reasons)}"
         for (version, dtype, capability), reasons in found.items()
     ]
-    told += [f"- Not used: {reason}" for reason in unused]
+    for reason, (first, *others) in unused.items():
+        same = f"; the same of {', '.join(map(_minor, others))}" if others else ""
+        told.append(f"- Not used: Triton {_minor(first)} {reason}{same}")
     return "### What does not compile\n\n" + ("\n".join(told) or "Nothing of the above.")
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def write_page(results: dict[str, Any]) -> None:
