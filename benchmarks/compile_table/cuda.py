@@ -266,7 +266,10 @@ def render(results: dict[str, Any]) -> str:
     names = sorted({name for by_card in results.values() for rows in by_card.values() for name in rows})
     lines = [["Kernel", "launches", "shared memory, KB", *cards], ["---"] * (3 + len(cards))]
     for name in names:
-        by_card = [{v: found[card][name] for v, found in results.items() if name in found.get(card, {})} for card in cards]
+        by_card = [
+            {version: found[card][name] for version, found in results.items() if name in found.get(card, {})}
+            for card in cards
+        ]
         rows = [row for made in by_card for row in made.values()]
         shared = _range([row["shared"] / 1024 for row in rows], ".1f")
         lines.append([f"`{name}`", str(max(row["launches"] for row in rows)), shared, *map(_cell, by_card)])
