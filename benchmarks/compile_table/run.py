@@ -142,26 +142,36 @@ def nothing_compiled(results: dict[str, Any]) -> list[str]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """A table for each dtype, and the reasons of kernels that fail."""
-    return "\n\n".join([*(_table(results, dtype) for dtype in DTYPES), _failures(results)])
-
-
-def _table(results: dict[str, Any], dtype: str) -> str:
+    """The table, and the reasons of kernels that fail."""
     columns = [str(capability) for capability in triton_compiler.SHARED]
-    lines: list[Sequence[str]] = [["Triton", "torch", *columns], ["---"] * (2 + len(columns))]
+    lines: list[Sequence[str]] = [["dtype", "Triton", "torch", *columns], ["---"] * (3 + len(columns))]
+    for dtype in DTYPES:
+        lines += _rows(results, dtype, columns)
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n\n".join([_launches(results), table, _failures(results)])
+
+
+def _rows(results: dict[str, Any], dtype: str, columns: Sequence[str]) -> list[list[str]]:
+    lines: list[list[str]] = []
     for version, brought_by in VERSIONS.items():
         if dtype in results.get(version, {}).get("dtypes", {}):
             rows = results[version]["dtypes"][dtype]
-            line = [version, brought_by, *(_cell(rows.get(capability)) for capability in columns)]
-            if lines[-1][2:] == line[2:]:
+            line = [dtype, version, brought_by, *(_cell(rows.get(capability)) for capability in columns)]
+            if lines and lines[-1][3:] == line[3:]:
                 # a row for all versions in sequence that compile the same
-                before = lines.pop()
-                line[:2] = f"{before[0]}, {version}", before[1] if brought_by == "–" else f"{before[1]}, {brought_by}"
+                _, versions, torches, *_ = lines.pop()
+                line[1:3] = f"{versions}, {version}", torches if brought_by == "–" else f"{torches}, {brought_by}"
             lines.append(line)
-    cases = {tuple(each["cases"][dtype]) for each in results.values() if dtype in each.get("cases", {})}
-    what = "; ".join(sorted(", ".join(each) for each in cases)) or "nothing yet"
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"### {dtype}\n\nLaunches of {what}.\n\n{table}"
+    return lines
+
+
+def _launches(results: dict[str, Any]) -> str:
+    of_cases: dict[str, list[str]] = {}
+    for dtype in DTYPES:
+        cases = {tuple(each["cases"][dtype]) for each in results.values() if dtype in each.get("cases", {})}
+        what = "; ".join(sorted(", ".join(each) for each in cases)) or "nothing yet"
+        of_cases.setdefault(what, []).append(dtype)
+    return "\n".join(f"Launches in {', '.join(dtypes)} are of {what}." for what, dtypes in of_cases.items())
 
 
 def _cell(row: dict[str, Any] | None) -> str:

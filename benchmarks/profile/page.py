@@ -25,7 +25,7 @@ One replay of a plan's CUDA graph, measured by `python -m benchmarks.profile`.
 KINDS = ("kind", "ms", "kernels", "GFLOP", "GB", "rate", "ceiling", "of the ceiling", "least, ms")
 WORK = ("operation", "operands", "nodes", "ms", "rate", "of the ceiling", "least, ms")
 KERNELS = ("kernel", "count", "ms", "for")
-OPERATIONS = KERNEL_ROWS = 8
+OPERATIONS, KERNEL_ROWS = 8, 10
 LONGEST = 100
 
 
