@@ -367,6 +367,11 @@ BEHAVIOUR = [
 
 CALL = [
     Mutation(
+        "images of one colour", "runtime/plan_finder.py",
+        "if len(call.leaves) == 1 and self._loses_digits(call.leaves[0]):", "if False:",
+        ("runtime/test_plan_finder.py::test_an_image_of_one_colour_is_not_normalised_by_a_plan_that_keeps_no_digits",),
+    ),
+    Mutation(
         "the signature of a plan", "runtime/plan_finder.py",
         "key = PlanKey(call.signature, behaviour, host, device)", "key = PlanKey(None, behaviour, host, device)",
         ("test_accelerator.py::test_plans_are_kept_up_to_a_number",),
