@@ -355,7 +355,7 @@ BEHAVIOUR = [
     ),
     Mutation(
         "methods that tensors are given", "behaviour/surroundings.py",
-        " and len(vars(torch.Tensor)) == self._own\n", "\n",
+        " and len(self._methods) == self._own\n", "\n",
         ("behaviour/test_reach.py::test_what_says_nothing_in_torch_is_looked_at_once",),
     ),
     Mutation(
