@@ -25,7 +25,7 @@ COMPILER = cpp_compiler()
 # what csrc/cpu.h includes; most of a compilation would be to read it
 _STANDARD = "#include <setjmp.h>\n#include <ucontext.h>\n#include <cmath>\n#include <cstring>\n#include <utility>\n"
 # a jump to another stack is no mistake here, which a fortified one takes it for
-_OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
+_OPTIONS = ("-Og", "-std=c++17", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
 # g++ leaves a precompiled header aside if an identifier in it was defined before, as TYPE is
 _MAIN = """
 #include "standard.h"

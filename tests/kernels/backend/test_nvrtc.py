@@ -201,6 +201,8 @@ CARDS = {70, 75, 80, 90, 100, 120}
 HALF = cuda_tier.TYPES[torch.float16]
 MOST_USED = [(name, given) for name, given in PORTABLE if given.get("TYPE", given.get("OUT")) == HALF]
 MOST_USED = list({name: (name, given) for name, given in reversed(MOST_USED)}.values())
+# of the other variants each second; `make cuda-table` compiles all that models launch
+CHOSEN = [case for i, case in enumerate(PORTABLE) if i % 2 or case in MOST_USED]
 
 
 def test_portable_kernels_differ_only_between_cards_before_and_after_8_0_and_9_0():
@@ -212,14 +214,14 @@ def test_portable_kernels_differ_only_between_cards_before_and_after_8_0_and_9_0
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), PORTABLE, ids=[f"{name}-{'-'.join(map(str, given.values()))}" for name, given in PORTABLE]
+    ("name", "given"), CHOSEN, ids=[f"{name}-{'-'.join(map(str, given.values()))}" for name, given in CHOSEN]
 )
 def test_portable_kernels_compile_for_every_kind_of_card(name, given):
     _, known = nvrtc.targets()
     served = sorted(CARDS & set(known))
     cards = served[0], 80, served[-1]
     # a variant that is not the one most used: on one of them, another than the variant before it
-    for capability in cards if (name, given) in MOST_USED else (cards[PORTABLE.index((name, given)) % 3],):
+    for capability in cards if (name, given) in MOST_USED else (cards[CHOSEN.index((name, given)) % 3],):
         # the largest variant, on 8.0 alone
         spilled = 8 if name == "group_norm_whole" else 0
         registers, fixed = built(name, given, spilled, f"sm_{capability}")
