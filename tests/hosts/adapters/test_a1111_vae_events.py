@@ -21,7 +21,7 @@ from sfast_ext.hosts.a1111 import adapter as a1111
 
 pytestmark = pytest.mark.usefixtures("vae_plans_at_once")
 
-EVENTS = 50
+EVENTS = 20
 SIZES = ((8, 8), (8, 12), (6, 8))
 LORAS: tuple[dict[str, float], ...] = ({}, {"a": 1.0}, {"a": 0.5, "b": 1.0}, {"biased": 0.5})
 OWN = AttnBlock.forward

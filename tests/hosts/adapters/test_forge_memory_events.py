@@ -19,7 +19,7 @@ from hosts.standins import forge as neo
 from hosts.standins import forge_classic as classic
 from sfast_ext.hosts.forge import adapter
 
-EVENTS = 30
+EVENTS = 12
 SIZE = sum(p.nbytes for p in neo.make_unet(1, levels=2).parameters())
 # inputs, indices and results of a tiny model, and packed weights of which Forge has moved a part
 SLACK = 0.2 * SIZE
@@ -125,5 +125,5 @@ def play(program: str, memory: float, seed: int, patch: pytest.MonkeyPatch, even
 @pytest.mark.parametrize(("program", "memory"), CASES)
 def test_images_and_memory_are_those_without_us(program: str, memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = play(program, memory, int(10 * memory), monkeypatch)
-    assert counters.get("replays", 0) + counters.get("eager_runs", 0) > 15
+    assert counters.get("replays", 0) + counters.get("eager_runs", 0) > 6
     assert counters["memory_given_back"] > 0
