@@ -85,6 +85,7 @@ def test_patches(device, path, shape, groups):
         close(y, exact)
 
 
+@pytest.mark.thinned
 @each_path
 @each_dtype
 @pytest.mark.parametrize("has", ["bias", "residual", "both", "neither"])
