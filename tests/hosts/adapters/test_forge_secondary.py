@@ -22,6 +22,8 @@ from sfast_ext.hosts.forge import adapter
 
 __all__ = ["on"]
 pytestmark = pytest.mark.usefixtures("proportions")
+# two are enough for what the extension does alike in all
+one_of_a_kind = pytest.mark.parametrize("on", ["reForge", "Forge Classic"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +66,7 @@ def test_images_with_controlnets_are_those_without_us_and_plans_of_the_networks_
     assert on.count("captures") == 4
 
 
-@each
+@one_of_a_kind
 def test_a_network_that_runs_once_for_an_image_is_left_alone(on):
     network = secondary.network(5)
     unit = secondary.T2IAdapter(network)
@@ -73,7 +75,7 @@ def test_a_network_that_runs_once_for_an_image_is_left_alone(on):
     assert accelerators(on, "controlnet") == [] and accelerator_of(network) is None
 
 
-@each
+@one_of_a_kind
 def test_networks_that_the_webui_has_dropped_are_not_held(on):
     on.host.opts.data["control_net_model_cache_size"] = 2
     dropped = []
@@ -133,7 +135,7 @@ def test_the_vae_s_parts_run_plans_and_give_what_the_webui_s_own_give(on):
     assert not same(images(on.name, 2)[1], images(on.name)[1])
 
 
-@each
+@one_of_a_kind
 def test_without_the_setting_the_vae_is_the_webui_s_own_to_the_last_bit(on):
     on.host.opts.data["sfast_vae"] = False
     for _ in range(3):
@@ -144,7 +146,7 @@ def test_without_the_setting_the_vae_is_the_webui_s_own_to_the_last_bit(on):
     assert accelerators(on, "VAE decoder")[0]["plans"]
 
 
-@each
+@one_of_a_kind
 def test_a_vae_in_another_type_gets_plans_of_that_type(on):
     first = on.host.model_data.sd_model.forge_objects.vae.first_stage_model
     made(on.host), made(on.host)
