@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
 import os
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -40,6 +42,7 @@ extern "C" int launch(void** args, const unsigned* grid, unsigned threads, unsig
 @functools.lru_cache(maxsize=None)
 def _folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     header = folder / "standard.h"
     header.write_text(_STANDARD)
     # precompiled; a compiler that cannot, or does not find it, reads the header itself

@@ -66,7 +66,7 @@ def test_images_with_controlnets_are_those_without_us_and_plans_of_the_networks_
     assert on.count("captures") == 4
 
 
-@one_of_a_kind
+@each
 def test_a_network_that_runs_once_for_an_image_is_left_alone(on):
     network = secondary.network(5)
     unit = secondary.T2IAdapter(network)
