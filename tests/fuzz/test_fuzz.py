@@ -71,10 +71,9 @@ def test_after_each_event_the_model_computes_what_its_twin_does(seed):
     assert len(played) >= MODELS * EVENTS
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_weights_of_two_devices(seed, monkeypatch):
+def test_weights_of_two_devices(monkeypatch):
     with pretended_card(monkeypatch, 1 << 28) as card:
-        w = machine.run("small", seed, machine.sequence(seed, 40, machine.ground.PRETENDED), machine.ground.PRETENDED)
+        w = machine.run("small", 0, machine.sequence(0, 40, machine.ground.PRETENDED), machine.ground.PRETENDED)
     assert w.plan_runs > 20 and w.counter("memory_given_back") > 0 and not card.faults
 
 
