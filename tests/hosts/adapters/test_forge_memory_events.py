@@ -124,6 +124,6 @@ def play(program: str, memory: float, seed: int, patch: pytest.MonkeyPatch, even
 
 @pytest.mark.parametrize(("program", "memory"), CASES)
 def test_images_and_memory_are_those_without_us(program: str, memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    counters = play(program, memory, int(10 * memory), monkeypatch)
+    counters = play(program, memory, int(10 * memory) + 1, monkeypatch)
     assert counters.get("replays", 0) + counters.get("eager_runs", 0) > 6
     assert counters["memory_given_back"] > 0
