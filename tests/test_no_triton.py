@@ -27,7 +27,6 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 # whether it divides
 CASES = [
     ("sd15", 904, 520, 1),
-    ("sd21", 768, 768, 1),
     ("sdxl", 832, 1216, 4),
 ]
 # one of each kind of block: a further one is the same once more
