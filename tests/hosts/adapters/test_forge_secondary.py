@@ -161,7 +161,7 @@ def test_a_vae_in_another_type_gets_plans_of_that_type(on):
         torch.testing.assert_close(found, expected)
 
 
-@each
+@one_of_a_kind
 def test_what_the_vae_and_controlnets_hold_on_a_gpu_is_freed_for_what_forge_loads(on, monkeypatch):
     name = on.name
     expected = controlled(name, 1.0), images(name)[1]
