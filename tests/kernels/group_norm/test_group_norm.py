@@ -78,6 +78,7 @@ def test_shapes(device, path, shape, groups):
 
 @pytest.mark.thinned
 @each_path
+@pytest.mark.parametrize("path", ["whole", "parts", "loop"], indirect=True)
 @each_dtype
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("shifted", [False, True])
