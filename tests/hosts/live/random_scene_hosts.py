@@ -24,8 +24,6 @@ NEGATIVE = ("", "a cat", LONG)
 CHECKPOINTS = ("one", "other", "three")
 SIZES = ((64, 64), (64, 64), (64, 64), (64, 64), (128, 128), (72, 136), (192, 64))
 SAMPLERS = ("Euler", "Euler a", "Heun", "DPM++ 2M")
-FREEU = (True, 1.05, 1.1, 0.9, 0.8)
-"""Switched on, and its four factors."""
 WEIGHTS = (-0.1, 0.05, 0.1, 0.2)
 """Of LoRAs: stronger ones make of rounding another image."""
 
@@ -68,13 +66,11 @@ class Forge:
 
     Args:
         latents: the choice of its setting by which images are made of latents without the VAE.
-        freeu: the title of its script for FreeU, and what that takes in addition.
         card: memory in GiB of the card that is emulated on a GPU.
     """
 
     program: forge.Program
     latents: str
-    freeu: tuple[str, tuple[float, ...]] | None = None
     card: float | None = None
 
     def __post_init__(self) -> None:
@@ -121,9 +117,8 @@ class Forge:
         if draw.random() < 0.1 and checkpoint != "three":
             unit = {"weight": draw.choice((0.3, 0.7)), "guidance_end": draw.choice((0.5, 1.0, 1.0))}
             scripts |= controlled(draw.choice((1, 1, 2)), **unit)
-        if self.freeu is not None and draw.random() < 0.05:
-            title, more = self.freeu
-            scripts[title] = {"args": [*FREEU, *more]}
+        if draw.random() < 0.05:
+            scripts |= forge.with_freeu(self.program)
         payload |= {"alwayson_scripts": scripts} if scripts else {}
         kind = draw.random()
         if kind < 0.2:
@@ -235,7 +230,7 @@ def _drawn(
 HOSTS: dict[str, Host] = {
     "neo": Forge(forge.NEO, "RGB"),
     "classic": Forge(forge.CLASSIC, "Approx cheap"),
-    "forge": Forge(forge.OLD, "Approx cheap", freeu=("FreeU Integrated (SD 1.x, SD 2.x, SDXL)", (0.0, 1.0))),
-    "reforge": Forge(forge.REFORGE, "Approx cheap", freeu=("FreeU Integrated", ())),
+    "forge": Forge(forge.OLD, "Approx cheap"),
+    "reforge": Forge(forge.REFORGE, "Approx cheap"),
     "sdnext": SDNext(),
 }
