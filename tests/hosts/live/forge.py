@@ -40,7 +40,7 @@ from .a1111 import (
     pictured,
     play,
 )
-from .webui import WebUI, pixels
+from .webui import PATIENCE, WebUI, pixels
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def make_models(folder: Path, program: Program, *large: str) -> None:
     """Small checkpoints and LoRAs, in a folder that is not there yet, or a large checkpoint: see `forge_full.py`."""
     script = CHECKOUT / "tests" / "hosts" / "live" / ("forge_full.py" if large else "forge_models.py")
     command = [program.python, str(script), str(folder), *large]
-    made = subprocess.run(command, cwd=program.folder, capture_output=True, text=True, timeout=300, check=False)
+    patience = PATIENCE * 300
+    made = subprocess.run(command, cwd=program.folder, capture_output=True, text=True, timeout=patience, check=False)
     assert made.returncode == 0, made.stderr
 
 
