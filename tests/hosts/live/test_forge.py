@@ -60,7 +60,7 @@ def freeu(program: forge.Program) -> Round:
     return [("FreeU", "txt2img", with_it), ("after FreeU", "txt2img", PLAIN)]
 
 
-BY_FREEU = {"FreeU": "of the extension sd_forge_freeu works inside the UNet"}
+BY_FREEU = {"FreeU": "output_block_patch"}
 ROUND: Round = [
     ("plain", "txt2img", PLAIN),
     ("plain again", "txt2img", PLAIN),
