@@ -229,7 +229,7 @@ class WeightArena:
         return bool(self._tracked.vacant)
 
     def lacks(self, weights: Sequence[Weight]) -> bool:
-        """Whether any of these has no memory. Then no plan that reads them may run before the next successful `sync`."""
+        """Whether any of these has no memory. Then no plan that reads them may run before the next `sync`."""
         vacant = self._tracked.vacant
         return bool(vacant) and any(id(weight) in vacant for weight in weights)
 
