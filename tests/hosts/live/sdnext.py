@@ -129,7 +129,7 @@ def make_models(folder: Path, *full: str) -> None:
     tiny = [(script,) for script in ("sdnext_extras.py", "sdnext_families.py")]
     for script, *which in [("sdnext_full.py", name) for name in full] or tiny:
         command = [python(), str(HERE / script), str(folder), *which]
-        told = {"cwd": HOST, "env": offline, "timeout": PATIENCE * 300}
+        told: dict[str, Any] = {"cwd": HOST, "env": offline, "timeout": PATIENCE * 300}
         made = subprocess.run(command, capture_output=True, text=True, check=False, **told)
         assert made.returncode == 0, made.stderr
 
