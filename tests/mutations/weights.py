@@ -106,7 +106,7 @@ MUTATIONS = [
     ),
     Mutation(
         "memory that was given back", "runtime/plan_runner.py",
-        "if context.arena.vacant:", "if False:",
+        "if context.arena.lacks(plan.weights):", "if False:",
         ("weights/test_vacancy.py::test_no_plan_runs_while_the_memory_is_away",),
     ),
     Mutation(
