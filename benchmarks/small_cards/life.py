@@ -23,8 +23,8 @@ MB = 1 << 20
 
 
 class Watch:
-    """Times the parts of one picture: steps by events on a GPU, with no waiting between them, the rest by the clock; and
-    reads the peaks of memory in each."""
+    """Times the parts of one picture: steps by events on a GPU, with no waiting between them, the rest by the clock.
+    Reads the peaks of memory in each part."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"

@@ -17,7 +17,8 @@ from sfast_ext.kernels.eight_bits import (
     quantise_rows,
     quantise_weights,
 )
-from sfast_ext.passes.eight_bits import eight_bits, layer_name, matches
+from sfast_ext.passes.eight_bits import eight_bits, matches
+from sfast_ext.passes.eight_bits_match import layer_name
 from sfast_ext.passes.geglu import geglu
 from sfast_ext.passes.linear_geglu import linear_geglu
 from sfast_ext.plans import graph_facts
