@@ -348,7 +348,9 @@ class WeightArena:
         tracked = self._tracked
         with tracked.lock:
             laid = tracked.relaid()
-            # no reference may keep the old memory alive
+            # no reference may keep the old memory alive: graphs are cycles, which wait for a collection of garbage
+            for weight in (*tracked.known(), *tracked.packs.all()):
+                weight.let_go()
             tracked.weights, tracked.tables, tracked.live, tracked.vacant = {}, {}, [], {}
             tracked.packs.clear()
             tracked.order.keep(())

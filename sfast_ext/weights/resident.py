@@ -242,6 +242,19 @@ class Resident:
         self._tracked.refresh_live()
         return len(moved)
 
+    def bring_back_plainly(self) -> int:
+        """`bring_back` as a host would do it, one parameter after the other. What was kept of them is dropped.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: there is no room. Some have moved.
+        """
+        self._copies.drop()
+        with torch.inference_mode(False), torch.no_grad():
+            moved = self._elsewhere()
+            for value in moved:
+                set_data(value, live_tensor(value).to(self.device))
+        return len(moved)
+
     def _elsewhere(self) -> list[torch.Tensor]:
         """The parameters in system memory."""
         held = {id(now): now for aside in self._asides.values() if isinstance(now := aside.now, torch.Tensor)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -194,3 +195,17 @@ def test_several_sizes_and_one_whose_images_are_small(card: Card) -> None:  # no
             assert on.error(size) < 0.07
         assert sorted(on.away()) == sorted(IN_8_BITS)
     assert len(on.acc.plans) == 3 and all(plan.resident for plan in on.acc.plans.values())
+
+
+def test_after_the_release_no_memory_waits_for_garbage_collection(card: Card) -> None:  # noqa: F811
+    on = On()
+    for _ in range(3):
+        on.error()
+    gc.collect()
+    gc.disable()
+    try:
+        on.acc.release()
+        size = sum(p.nbytes for p in on.twin.parameters())
+        assert card.allocated == pytest.approx(size, abs=4096)
+    finally:
+        gc.enable()
