@@ -87,7 +87,8 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     convolutions = conv_candidates(gm.graph, ctx)
     fit, needed = matches(gm.graph, few_too=resident), 0
     if resident:
-        found = read_by_these_alone(gm.graph, fit)
+        # hosts ask the first parameter where the model is
+        found = [c for c in read_by_these_alone(gm.graph, fit) if not ctx.arena.is_first(c.weight)]
         convolutions = read_by_these_alone(gm.graph, convolutions)
         wanted = [(c.name, c.weight) for c in found] + [(c.name, c.weight) for c in convolutions]
         ctx.arena.set_aside((weight for name, weight in wanted if name not in selection.kept), ctx.device)

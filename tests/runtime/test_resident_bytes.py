@@ -168,8 +168,11 @@ def test_the_original_has_its_weights_as_the_host_laid_them(card: Card) -> None:
         aside = {n.removesuffix(".weight"): p for n, p in on.ours.named_parameters() if p.device.type == "cpu"}
         assert all(p.stride() == strides[f"{n}.weight"] for n, p in aside.items())
         seen: list[tuple[int, ...]] = []
-        hooks = [m.two.conv1.register_forward_hook(lambda module, given, result: seen.append(result.stride()))
-                 for m in (on.ours, on.twin)]  # fmt: skip
+
+        def note(module: nn.Module, given: Any, result: Tensor, seen: list[Any] = seen) -> None:
+            seen.append(result.stride())
+
+        hooks = [m.two.conv1.register_forward_hook(note) for m in (on.ours, on.twin)]
         assert on.error() < 1e-6 and len(seen) == 2 and seen[0] == seen[1] and not on.away()
         assert {n: p.stride() for n, p in on.ours.named_parameters()} == strides
         for hook in hooks:
