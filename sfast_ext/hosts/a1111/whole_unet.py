@@ -65,7 +65,18 @@ class WholeUnet:
         sends = senders[0][0][1]
         for block, ((key, _),) in zip(blocks, senders):
             del block._forward_pre_hooks[key]
-        handle = wrapper.register_forward_pre_hook(sends, prepend=True)
+
+        def come(module: nn.Module, args: Any) -> None:
+            try:
+                sends(module, args)
+                return
+            except torch.cuda.OutOfMemoryError:
+                if not self.holds(unet):
+                    raise
+            # after the handler, which keeps what had come
+            self.gave_way(unet)
+
+        handle = wrapper.register_forward_pre_hook(come, prepend=True)
         self._taken = weakref.ref(wrapper), weakref.ref(unet), sends, handle
 
     def release(self) -> None:
@@ -84,7 +95,8 @@ class WholeUnet:
         if any(p.is_meta for p in unet.parameters()):
             # the WebUI has dropped it
             return
-        # what is on the GPU leaves, the UNet if it is that, and a block comes, as the WebUI notes it
+        # it may have come in part; then what is on the GPU leaves, and a block comes, as the WebUI notes it
+        wrapper.to("cpu")
         sends(blocks[0], None)
         device = next(blocks[0].parameters()).device
         mine = set(map(id, blocks))

@@ -205,10 +205,16 @@ def test_with_lowvram_a_unet_without_room_comes_block_by_block(on: Running) -> N
 @pytest.mark.parametrize("on", [(LOWVRAM, 1.9)], indirect=True)
 def test_with_lowvram_blocks_come_again_if_memory_runs_out(on: Running) -> None:
     assert on.picture(4) < 0.06 and senders(on) == 0
-    on.card.capacity = int(0.9 * SIZE)
-    hook = on.unet.out.register_forward_hook(lambda module, given, result: result)
+
+    def others_take_some(*_: object) -> None:
+        on.card.capacity = int(0.9 * SIZE)
+
+    wrapper = on.model.model
+    hooks = [wrapper.register_forward_pre_hook(others_take_some, prepend=True),
+             on.unet.out.register_forward_hook(lambda module, given, result: result)]  # fmt: skip
     assert on.picture(2) < 1e-3 and left_as_lowvram_has_it(on)
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     on.card.capacity = int(1.9 * SIZE)
     assert on.picture(2) < 1e-3 and left_as_lowvram_has_it(on) and not on.host.errors
 
