@@ -119,7 +119,7 @@ def read_by_these_alone(graph: fx.Graph, found: list[C]) -> list[C]:
 def is_of_prompt(product: fx.Node, pinned: set[fx.Node]) -> bool:
     """Whether a product makes keys or values alone, of what the forward is given."""
     x: Any = product.args[0]
-    while x not in pinned and (is_op(x, _VIEWS) or is_cast(x)):
+    while x not in pinned and (is_op(x, _VIEWS | _PARTS) or is_part(x) or is_cast(x)):
         x = x.args[0]
     if not isinstance(x, fx.Node) or x.op != "placeholder" or x in pinned:
         return False
