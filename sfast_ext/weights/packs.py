@@ -84,7 +84,8 @@ class Packs:
         self._packs = {key: pack for key, pack in self._packs.items() if kept(pack)}
         for pack in gone:
             if not any(part.plans for part in pack.parts):
-                # a cycle of references would keep its memory until garbage is collected
+                # cycles of references would keep its memory until garbage is collected
+                pack.let_go()
                 for part in pack.parts:
                     part.pack = None if part.pack is pack else part.pack
 

@@ -146,8 +146,10 @@ class Resident:
         """
         tracked = self._tracked
         leaving = {id(aside.now) for bank in banks for aside, _ in bank.sources}
-        # no reference may keep memory on the GPU
-        tracked.weights = {key: w for key, w in tracked.weights.items() if w.plans or id(w.bound) not in leaving}
+        # no reference may keep memory on the GPU: graphs of plans that are gone are cycles
+        left = [key for key, w in tracked.weights.items() if not w.plans and id(w.bound) in leaving]
+        for key in left:
+            tracked.weights.pop(key).let_go()
         tracked.packs.drop_unread()
         try:
             with torch.inference_mode(False), torch.no_grad():
