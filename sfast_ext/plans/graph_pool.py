@@ -24,7 +24,7 @@ from sfast_ext.weights.banks import Banks
 MB = 1 << 20
 # Size of the first block, relative to the peak of live bytes. UNets need 1.09 to 1.19, as the allocator takes the
 # smallest gap that fits. In a smaller block the largest values find no gap, and allocate further blocks of their size.
-FRAGMENTATION = 1.2
+_FRAGMENTATION = 1.2
 CAN_UPDATE_GRAPH = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
 """Whether torch gives access to the captured graph, so that its nodes can be updated."""
 
@@ -245,7 +245,7 @@ class GraphPool:
         """Start a new pool with one large block, which the allocator splits: many small ones would fragment."""
         free, _ = torch.cuda.mem_get_info(self.device)
         if 0 < 2 * expected < free:
-            torch.empty(int(FRAGMENTATION * expected), dtype=torch.uint8, device=self.device)
+            torch.empty(int(_FRAGMENTATION * expected), dtype=torch.uint8, device=self.device)
 
     def _evict_oldest(self, report: Report, why: str) -> None:
         _, (captured, on_evict) = self._entries.popitem(last=False)

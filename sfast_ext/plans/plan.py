@@ -16,14 +16,13 @@ from sfast_ext.kernels.backend.pdl import MIN_CAPABILITY, in_pdl_capture, pdl_ca
 from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
 from sfast_ext.plans.binding import bind_attributes
 from sfast_ext.plans.graph_facts import View, digest, hand_out, operation_counts, peak_bytes, readonly
-from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH, FRAGMENTATION, MB, CapturedGraph, GraphPool, NoGraph, pool_of
+from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph, pool_of
 from sfast_ext.plans.input_copies import Copies
 from sfast_ext.plans.payback import Recapture
 from sfast_ext.plans.recorded_run import RecordedRun
 from sfast_ext.plans.register_machine import Interpreter, plan_mode
 from sfast_ext.report import Report
 
-_WORTH_RESERVING = 256 * MB
 _EAGER_RUNS = 4  # before the launches of a plan that has no CUDA graph are recorded
 _CPU_BOUND = 0.8  # of a run's time, that of its launches
 BRANCHES = False
@@ -140,15 +139,6 @@ class Plan:
                 self._copy_tables()
                 outputs = self._function(*[as_tensor(leaf, self.device) for leaf in leaves])
             return self._copy_outputs(outputs)
-
-    def reserve(self) -> None:
-        """Have the allocator hold one block for the values of a run without a CUDA graph, and nothing else that is
-        free. Blocks of all their sizes, which no others fit into, take nearly twice the memory."""
-        if self._peak_bytes < _WORTH_RESERVING:
-            return
-        torch.cuda.empty_cache()
-        with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            torch.empty(int(FRAGMENTATION * self._peak_bytes), dtype=torch.uint8, device=self.device)
 
     def records_now(self) -> bool:
         """Whether `record_launches` is due: its CUDA graph is gone, or it ran without one a few times."""

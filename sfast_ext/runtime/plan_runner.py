@@ -20,13 +20,6 @@ from sfast_ext.runtime.plan_finder import Lookup
 from sfast_ext.runtime.verify import NOISE_OF_ONE, Comparison, comparable, tolerance, too_slow
 from sfast_ext.weights.weight import WeightsAway
 
-TIGHT = 10 << 30
-"""Bytes of a card on which what runs once for an image leaves no memory unused meanwhile."""
-
-
-def _is_tight(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < TIGHT
-
 
 class OriginalFailed(Exception):
     """The original forward raised. This is the host's error, and is passed on unchanged."""
@@ -155,8 +148,6 @@ class PlanRunner:
                         # Of one that was evicted the run before the capture serves this call. Of a new one the replay
                         # is what is compared and timed.
                         return outputs if known else plan.replay(call.leaves)
-        if context.config.rare_calls and _is_tight(plan.device):
-            plan.reserve()
         outputs = plan.run_eagerly(call.leaves)
         if plan.pool is not None and plan.records_now():
             self.record_launches(plan, call)

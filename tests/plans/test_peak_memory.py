@@ -125,7 +125,7 @@ def test_a_pool_begins_with_one_block():
 
     run()
     sizes = []
-    for expected in (0, int(20 * mb / graph_pool.FRAGMENTATION)):
+    for expected in (0, int(20 * mb / graph_pool._FRAGMENTATION)):
         pool = graph_pool.GraphPool(torch.device("cuda", torch.cuda.current_device()))
         captured = pool.capture(run, lambda: None, Report(), max_graphs=1, budget_mb=0, expected=expected)
         sizes.append(pool.size)
