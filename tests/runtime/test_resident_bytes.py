@@ -13,7 +13,7 @@ from pretended_card import Card
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sfast_ext import Accelerator, accelerate
+from sfast_ext import Accelerator, Config, accelerate
 from sfast_ext.runtime import verify
 
 from .eight_bits import HALF
@@ -200,8 +200,10 @@ def test_several_sizes_and_one_whose_images_are_small(card: Card) -> None:  # no
     assert len(on.acc.plans) == 3 and all(plan.resident for plan in on.acc.plans.values())
 
 
-def test_after_the_release_no_memory_waits_for_garbage_collection(card: Card) -> None:  # noqa: F811
+@pytest.mark.parametrize("config", [CARD, OFF], ids=["8 bits", "half precision"])
+def test_after_the_release_no_memory_waits_for_garbage_collection(card: Card, config: Config) -> None:  # noqa: F811
     on = On()
+    on.acc.configure(config)
     for _ in range(3):
         on.error()
     gc.collect()
