@@ -18,7 +18,7 @@ SDXL_BYTES = 5_135_000_000
 SMALL = 2.0
 """A card is small for a model if its memory is less than so many times that of the model's weights. SDXL's UNet takes
 4.8 GiB: cards of 8 GB are small for it, those of 10 GB are not."""
-RESIDENT, WORKSPACE = 0.65, 3 << 29
+RESIDENT, WORKSPACE = 0.55, 3 << 29
 """What is left of SDXL's weights on the GPU, and bytes that the driver and a forward need next to them."""
 NONE: dict[str, Any] = {"layers": 0, "kept": [], "bytes": 0}
 _FILE = "eight_bits.json"

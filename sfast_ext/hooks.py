@@ -47,6 +47,9 @@ class Hooks:
     system_memory: Callable[[int], bool] | None = None
     """Whether system memory has room for weights of so many bytes that the host has on the GPU, see
     `Config.resident`."""
+    short_of_memory: Callable[[], bool] | None = None
+    """Asked if the original forward ran out of GPU memory, and plans hold none: whether the host gave some way, so that
+    it may run again."""
     scratch: frozenset[str] = frozenset()
     """Names of keyword arguments in which the forward notes where it is, for functions that it calls, and which nobody
     reads after the call. What it changes in them is not repeated."""

@@ -38,3 +38,17 @@ def available(patch: pytest.MonkeyPatch, *, by_triton: bool = False) -> None:
 
     patch.setattr(Kernel, "supported", there)
     patch.setattr(quantise_weights.launch, "function", quantise_weights.in_place)
+
+
+def without_memory(patch: pytest.MonkeyPatch, card: Any) -> None:
+    """Until the patch is undone, weights are quantised on a pretended card without memory for it, as by the kernel."""
+    real = quantise_weights.launch.function
+
+    def launch(*operands: Any) -> Any:
+        capacity, card.capacity = card.capacity, 1 << 40
+        try:
+            return real(*operands)
+        finally:
+            card.capacity = capacity
+
+    patch.setattr(quantise_weights.launch, "function", launch)

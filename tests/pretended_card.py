@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sfast_ext import torch_state
 from sfast_ext.behaviour import surroundings
 from sfast_ext.hosts import gpu_room
+from sfast_ext.kernels.eight_bits import quantise_rows
 from sfast_ext.passes import eight_bits_selection
 from sfast_ext.plans import earnings, plan
 from sfast_ext.runtime import plan_builder
@@ -378,6 +379,8 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     for name in ("_run_static", "run_eagerly"):
         patch.setattr(plan.Plan, name, _while(card, "in_plan", getattr(plan.Plan, name)))
     patch.setattr(plan, "bind_attributes", _constants_on_the_card(plan.bind_attributes))
+    # kept for good, and on a real card in system memory
+    patch.setattr(quantise_rows, "hadamard", quantise_rows.hadamard.__wrapped__)
     run = _while(card, "in_plan", eight_bits_selection.run)
     patch.setattr(eight_bits_selection, "run", _constants_on_the_card(run))
     with card:

@@ -23,7 +23,8 @@ MB = 1 << 20
 
 
 class Watch:
-    """Times the parts of one picture: steps by events on a GPU, with no waiting between them, the rest by the clock."""
+    """Times the parts of one picture: steps by events on a GPU, with no waiting between them, the rest by the clock.
+    Reads the peaks of memory in each part."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
@@ -33,6 +34,7 @@ class Watch:
         self._seconds: dict[str, float] = {}
         self._last = self._begun
         self._marks: list[Any] = []
+        self._peaks: dict[str, tuple[float, float]] = {}
 
     def at(self, part: str) -> None:
         """A part begins."""
@@ -55,6 +57,8 @@ class Watch:
         for part, name in (("the prompt", "prompt_s"), ("the VAE", "vae_s")):
             if part in self._seconds:
                 row[name] = round(self._seconds[part], 4)
+        if self._gpu:
+            row["peaks_mb"] = {part or "before": peaks for part, peaks in self._peaks.items()}
         times = sorted(map(self._between, self._marks, self._marks[1:]))
         if times:
             row["step_ms"] = round(times[len(times) // 2], 3)
@@ -64,6 +68,9 @@ class Watch:
     def _end_of_part(self) -> None:
         if self._gpu:
             torch.cuda.synchronize()
+            before, reached = self._peaks.get(self.now, (0.0, 0.0)), peaks_mb()
+            self._peaks[self.now] = max(before[0], reached[0]), max(before[1], reached[1])
+            torch.cuda.reset_peak_memory_stats()
         now = time.perf_counter()
         self._seconds[self.now] = self._seconds.get(self.now, 0.0) + now - self._last
         self._last = now
@@ -120,7 +127,8 @@ def _picture(host: Host, width: int, height: int, steps: int) -> tuple[Row, Any]
         # after the handler: the exception kept the picture's tensors
         gc.collect()
         host.end()
-    row["reserved_mb"], row["allocated_mb"] = _peaks(gpu)
+    found = [*row.get("peaks_mb", {}).values(), *([peaks_mb()] if gpu else [])]
+    row["reserved_mb"], row["allocated_mb"] = map(max, zip(*found)) if found else (None, None)
     row["unet_mb"] = host.unet_mb
     row["alloc_retries"] = _memory_stat(gpu, "num_alloc_retries") - retries
     row["counted"] = {name: number - counted[name] for name, number in _counted(host).items()}
@@ -148,9 +156,8 @@ def _counted(host: Host) -> dict[str, int]:
     return {} if session is None else {name: session.report.counter(name) for name in COUNTERS}
 
 
-def _peaks(gpu: bool) -> tuple[float | None, float | None]:
-    if not gpu:
-        return None, None
+def peaks_mb() -> tuple[float, float]:
+    """The peaks of reserved and of allocated memory since they were reset, in MB."""
     return round(torch.cuda.max_memory_reserved() / MB, 1), round(torch.cuda.max_memory_allocated() / MB, 1)
 
 

@@ -3,9 +3,10 @@
     python -m benchmarks.small_cards.resident                    # SDXL, images of 20 steps, on a GPU
     python -m benchmarks.small_cards.resident --model tiny-sdxl --steps 2       # on a CPU, to try it
 
-All cases start at once, each in a process, and make their images one after another, so that no other has the GPU at
-that time. Of each: a step and an image, the first image, the peak of reserved memory, and what the UNet's weights have
-of the GPU.
+All cases start at once, each in a process, and make their images one after another, in the order in which they are
+ready. So no other has the GPU at that time, and the first ones load while one makes its first image. A case is printed
+as soon as it is done. Of each: a step and an image, the first image, the peaks of reserved and of allocated memory, and
+what the UNet's weights have of the GPU; then what is asked of them.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.small_cards import table
 from benchmarks.small_cards.run import ROOT, Case, errors, one
+from sfast_ext.eight_bits import SDXL_BYTES
 
-PICTURES, STARTING_S, LIMIT_S = 2, 30.0, 100.0
+PICTURES, SECONDS = 2, 100.0
+HALF_MB = SDXL_BYTES / 2**20
+"""Of SDXL's UNet in half precision."""
 
 
 class Way(NamedTuple):
@@ -40,63 +44,95 @@ class Way(NamedTuple):
 
 
 WAYS = [
-    Way(12, "none", False),
     Way(6, "medvram", True),
-    Way(6, "medvram", False),
     Way(8, "none", True),
+    Way(6, "medvram", False),
+    Way(12, "none", False),
     Way(8, "medvram-sdxl", False),
     Way(8, "medvram-sdxl", True),
     Way(12, "none", True),
 ]
 """What matters most comes first: the time may be over before the last."""
+SMALL, LARGE, TODAY6, TODAY8 = WAYS[0], WAYS[3], WAYS[2], WAYS[4]
 
 
 @contextlib.contextmanager
-def in_turn(folder: Path, number: int, others: int) -> Iterator[None]:
-    """Wait until all are ready and those before this one are done."""
-    (folder / f"{number}.ready").touch()
-    until = time.monotonic() + STARTING_S
-    while len(list(folder.glob("*.ready"))) < others and time.monotonic() < until:
-        time.sleep(0.1)
-    # those before come first if they are ready
-    time.sleep(0.05 * number)
+def in_turn(folder: Path, number: int) -> Iterator[None]:
+    """Wait until no other makes images."""
+    # those before come first if they are ready at once
+    time.sleep(0.5 * number)
     with open(folder / "turn", "w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         yield
 
 
-def measure(model: str, ways: Sequence[Way], steps: int, file: Path | None) -> list[dict[str, Any]]:
+def measure(
+    model: str, ways: Sequence[Way], steps: int, file: Path | None, seconds: float = SECONDS
+) -> list[dict[str, Any]]:
     """The rows of all ways, each as far as it came."""
-    began = time.monotonic()
+    until = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="sfast-resident-") as name:
         folder = Path(name)
-        running = []
+        running: dict[int, subprocess.Popen[bytes]] = {}
         for number, way in enumerate(ways):
-            command = [sys.executable, "-m", "benchmarks.small_cards.resident", "--one", str(number), str(len(ways))]
+            command = [sys.executable, "-m", "benchmarks.small_cards.resident", "--one", str(number)]
             command += ["--model", model, "--steps", str(steps), "--out", name, "--way", json.dumps(way)]
-            running.append(subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True))
-        rows = []
-        for number, (way, process) in enumerate(zip(ways, running)):
-            row: dict[str, Any] = {"pictures": []}
-            try:
-                _, said = process.communicate(timeout=max(1.0, LIMIT_S - (time.monotonic() - began)))
-                if process.returncode:
-                    row["failed"] = said[-1500:]
-            except subprocess.TimeoutExpired:
-                process.kill()
-                row["failed"] = "the time was over"
-            with contextlib.suppress(OSError, ValueError):
-                row |= json.loads((folder / f"{number}.json").read_text(encoding="utf-8"))
-            row |= {"card": way.card, "model": model, "mode": way.mode, "way": str(way)}
-            rows.append(row)
-            print(words(row), flush=True)
-            if file is not None:
-                file.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+            with open(folder / f"{number}.said", "wb") as said:
+                running[number] = subprocess.Popen(command, cwd=ROOT, stderr=said)
+        rows: dict[int, dict[str, Any]] = {}
+        while running:
+            time.sleep(0.2)
+            late = time.monotonic() > until
+            for number in [n for n, process in running.items() if late or process.poll() is not None]:
+                process = running.pop(number)
+                rows[number] = ended(folder, number, process, model, ways[number])
+                print(words(rows[number]), flush=True)
+                if file is not None:
+                    file.write_text(json.dumps(list(rows.values()), indent=1), encoding="utf-8")
         exact = next((i for i, way in enumerate(ways) if not way.eight_bits), None)
-        for number, row in enumerate(rows if exact is not None else ()):
+        for number, row in sorted(rows.items()) if exact is not None else ():
             row["errors"] = errors(folder / f"{exact}.json", folder / f"{number}.json")
             print(f"{row['way']}: latents {row['errors']} from those of {ways[exact or 0]}", flush=True)
-    return rows
+    print(*asked({row["way"]: row for row in rows.values()}), sep="\n", flush=True)
+    return [rows[number] for number in sorted(rows)]
+
+
+def ended(folder: Path, number: int, process: subprocess.Popen[bytes], model: str, way: Way) -> dict[str, Any]:
+    """The row of a way whose process is done, or is ended: the time is over."""
+    row: dict[str, Any] = {"pictures": []}
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+        row["failed"] = "the time was over"
+    elif process.returncode:
+        row["failed"] = (folder / f"{number}.said").read_text(encoding="utf-8", errors="replace")[-1500:]
+    with contextlib.suppress(OSError, ValueError):
+        row |= json.loads((folder / f"{number}.json").read_text(encoding="utf-8"))
+    return row | {"card": way.card, "model": model, "mode": way.mode, "way": str(way)}
+
+
+def asked(rows: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    """What is asked of these ways, and what was measured."""
+    for what, way, key, other, most in (
+        ("6 GB, a step next to 12 GB's", SMALL, "step_ms", LARGE, 1.25),
+        ("6 GB, an image next to today's", SMALL, "seconds", TODAY6, 0.5),
+        ("8 GB, an image next to today's --medvram-sdxl", WAYS[1], "seconds", TODAY8, 0.6),
+    ):
+        ours, theirs = (last(rows.get(str(each)), key) for each in (way, other))
+        if ours is not None and theirs:
+            yield f"{what}: {ours / theirs:.2f} (at most {most})"
+    for way in (SMALL, WAYS[1]):
+        row = rows.get(str(way))
+        reserved, unet = last(row, "reserved_mb"), last(row, "unet_mb")
+        if reserved is not None and unet is not None:
+            yield f"{way}: reserved {reserved / 1024:.2f} GiB (at most 5.5 on 8 GB)"
+            yield f"{way}: the UNet {unet / HALF_MB:.3f} of half precision (at most 0.55)"
+
+
+def last(row: dict[str, Any] | None, key: str) -> float | None:
+    """A figure of the last image of a way that made all of them."""
+    pictures = (row or {}).get("pictures", [])
+    return pictures[-1].get(key) if len(pictures) == PICTURES else None
 
 
 def words(row: dict[str, Any]) -> str:
@@ -106,7 +142,7 @@ def words(row: dict[str, Any]) -> str:
     said = f"{row['way']}: a step {table.mean(row, 'step_ms')} ms, an image {table.mean(row, 'seconds')} s"
     said += f", the first {first.get('seconds')} s, reserved {[p.get('reserved_mb') for p in pictures]} MB"
     said += f", the UNet {[p.get('unet_mb') for p in pictures]} MB, parts {first.get('prompt_s')}"
-    said += f" {[p.get('vae_s') for p in pictures]} s"
+    said += f" {[p.get('vae_s') for p in pictures]} s, peaks {[p.get('peaks_mb') for p in pictures]}"
     counted = pictures[-1].get("counted") if pictures else None
     rest = {key: row.get(key) for key in ("failed", "out_of_memory", "message", "reasons", "last_error", "events")}
     failed = [p.get("out_of_memory") or p.get("failed") for p in pictures]
@@ -120,20 +156,20 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ways", type=int, default=len(WAYS), help="only the first ones")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the rows are written")
-    parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="what is not done then is ended (%(default)s)")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--way", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(given)
-    if args.one:
-        (number, others), way = args.one, Way(*args.way)
-        file = args.out / f"{number}.json"
+    if args.one is not None:
+        way, file = Way(*args.way), args.out / f"{args.one}.json"
 
         def turn() -> contextlib.AbstractContextManager[None]:
-            return in_turn(args.out, number, others)
+            return in_turn(args.out, args.one)
 
         one(Case(way.card, args.model, way.mode), True, args.steps, file, way.eight_bits, PICTURES, turn)
         return 0
-    measure(args.model, WAYS[: args.ways], args.steps, args.json)
+    measure(args.model, WAYS[: args.ways], args.steps, args.json, args.seconds)
     return 0
 
 

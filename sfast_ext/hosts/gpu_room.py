@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -23,6 +24,15 @@ NEXT_MODEL_RESERVE = 8 << 30
 
 WORKSPACE = 512 << 20
 """Bytes that a forward needs in addition to its weights, or a convolution to its activations."""
+
+TIGHT = 10 << 30
+"""Bytes of a card that counts as small."""
+
+OTHERS_RESERVE = 2 << 30
+"""Bytes of such a card that are left to other programs while a VAE runs."""
+
+_LARGE = 256 << 20
+"""A need of fewer bytes is met as it comes."""
 
 DECODER_ACTIVATIONS, ENCODER_ACTIVATIONS = 3, 5
 """Full-size activations alive at one time in a VAE: of its second width in the decoder, of its first in the encoder."""
@@ -48,6 +58,28 @@ def make_room(needed: float, givers: Iterable[Callable[[], object]]) -> bool:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return free_bytes() >= needed
+
+
+def left_to_others(needed: float) -> float:
+    """Bytes to leave free in addition while a VAE runs that needs so many: on a small card, next to weights in 8 bits
+    that come back from system memory, what a desktop and other programs may have. A driver that has no memory left for
+    them moves what torch holds to system memory, without an error."""
+    tight = needed >= _LARGE and _is_tight()
+    resident = tight and any(banks.resident() for banks in graph_pool.pool_of(host_gpu.device()).spare)
+    return OTHERS_RESERVE if resident else 0.0
+
+
+def hold_one_block(needed: float) -> None:
+    """On a small card, have the allocator hold one block for what comes next, and nothing else that is free. Blocks of
+    all the sizes of a VAE's values, into which others do not fit, take nearly twice the memory."""
+    if needed >= _LARGE and _is_tight():
+        torch.cuda.empty_cache()
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            torch.empty(int(needed), dtype=torch.uint8, device=host_gpu.device())
+
+
+def _is_tight() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_properties(host_gpu.device()).total_memory < TIGHT
 
 
 def load_bytes(module: nn.Module) -> int:

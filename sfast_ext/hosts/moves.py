@@ -178,10 +178,14 @@ def _with_room(place: torch.device | None, report: Report, move: Callable[[], An
 
 
 @contextlib.contextmanager
-def staying(accelerators: Iterable[Accelerator], place: torch.device) -> Iterator[None]:
-    """While a host moves modules to the GPU: weights of which plans read 8-bit integers stay in system memory."""
+def staying(accelerators: Iterable[Accelerator], place: torch.device | None) -> Iterator[None]:
+    """While a host moves modules to the GPU: weights of which plans read 8-bit integers stay in system memory.
+
+    Args:
+        place: where all of a module goes; None if its parts go to different devices, and for system memory.
+    """
     with contextlib.ExitStack() as each:
-        for accelerator in accelerators:
+        for accelerator in accelerators if place is not None and place.type == "cuda" else ():
             each.enter_context(accelerator.keeping_aside(place))
         yield
 

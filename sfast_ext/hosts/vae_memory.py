@@ -53,7 +53,9 @@ class VaeMemory:
     def _before(self, need: Callable[[torch.Tensor], float]) -> Callable[[nn.Module, Any], None]:
         def hook(_: nn.Module, args: Any) -> None:
             if args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
-                self._make_room(need(args[0]))
+                needed = need(args[0])
+                self._make_room(needed + gpu_room.left_to_others(needed))
+                gpu_room.hold_one_block(needed)
 
         return hook
 

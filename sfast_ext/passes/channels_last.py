@@ -74,7 +74,20 @@ def rewrite(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     if is_pointwise(conv):
         return replace_pointwise(conv)
     weight = under_cast(argument(conv, 1, "weight"))
-    return is_weight(weight) and only_convolutions_read(weight) and ctx.arena.channels_last(weight.meta["weight"])
+    if not is_weight(weight) or not only_convolutions_read(weight):
+        return False
+    if ctx.eight_bits is not None and ctx.eight_bits.resident:
+        # most of them leave the GPU as the host has them, see `lay_out`
+        return True
+    return ctx.arena.channels_last(weight.meta["weight"])
+
+
+def lay_out(graph: fx.Graph, ctx: PassContext) -> None:
+    """Convert the weights of the convolutions that are left, whose half-precision values stay on the GPU."""
+    weights = (under_cast(argument(node, 1, "weight")) for node in graph.nodes if is_op(node, CONV))
+    for weight in weights:
+        if ctx.channels_last and len(shape(weight) or ()) == 4 and is_weight(weight) and only_convolutions_read(weight):
+            ctx.arena.channels_last(weight.meta["weight"])
 
 
 def only_convolutions_read(weight: fx.Node) -> bool:

@@ -2,7 +2,9 @@
 
 Layers whose input a norm, GEGLU, SwiGLU, GELU or an attention writes. Others stay in half precision: embeddings, what
 modulates norms, other convolutions and what stands in for them, the keys and values of the prompt, whose first token is
-an outlier, and a transformer's last layer, which makes pixels. Which of the layers are taken is said by `Selection`.
+an outlier, and a transformer's last layer, which makes pixels. If half-precision weights leave the GPU, keys and values
+of the prompt are taken as well, and so is what is not faster in 8 bits. Which of the layers are taken is said by
+`Selection`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from sfast_ext.reasons import Detail, Reason
 from . import query_attention
 from .eight_bits_conv_match import conv_candidates
 from .eight_bits_inputs import quantised, writer_of
-from .eight_bits_match import Candidate, layer_name, matches, read_by_these_alone
+from .eight_bits_match import Candidate, matches, read_by_these_alone
 from .eight_bits_selection import LIMIT, Layer, measured
 from .rewrite import (
     HALF,
@@ -83,12 +85,14 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
         return selection.decline(without_kernels(ctx.device), for_good=True)
     hoist_weights(gm.graph)
     resident = selection.resident
-    # the second copy of convolutions would take memory that a small card has not
-    convolutions = [] if resident else conv_candidates(gm.graph, ctx)
+    convolutions = conv_candidates(gm.graph, ctx)
     fit, needed = matches(gm.graph, few_too=resident), 0
     if resident:
-        found = read_by_these_alone(gm.graph, fit)
-        ctx.arena.set_aside((c.weight for c in found if c.name not in selection.kept), ctx.device)
+        # hosts ask the first parameter where the model is
+        found = [c for c in read_by_these_alone(gm.graph, fit) if not ctx.arena.is_first(c.weight)]
+        convolutions = read_by_these_alone(gm.graph, convolutions)
+        wanted = [(c.name, c.weight) for c in found] + [(c.name, c.weight) for c in convolutions]
+        ctx.arena.set_aside((weight for name, weight in wanted if name not in selection.kept), ctx.device)
     else:
         found = paying(fit, query_attention.fused_linears(gm.graph, ctx), ctx.device)
         if fit and not found and not convolutions:
@@ -97,17 +101,17 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
         if selection.room is not None and needed > selection.room:
             return selection.decline(reasons.EIGHT_BITS_ROOM())
     layers = [Layer(c.name, c.x, c.weight) for c in found]
-    layers += [Layer(layer_name(c.weight.path), c.x, c.weight, c.stride, c.silu) for c in convolutions]
+    layers += [Layer(c.name, c.x, c.weight, c.stride, c.silu) for c in convolutions]
     layers = [layer for layer in layers if layer.name not in selection.errors]
     if layers:
-        errors = measured(gm, layers, selection.inputs, ctx.arena.read)
+        errors = measured(gm, layers, selection.inputs, ctx.arena.read, by_bytes=resident)
         if 1 < len(errors) < 2 * sum(math.isnan(each.least) for each in errors.values()):
             # the call of a black image says nothing of the layers: a later plan measures them
             return selection.decline(reasons.EIGHT_BITS_VALUES(), elsewhere_too=False)
         selection.learn(errors)
     taken = [c for c in found if c.name not in selection.kept]
     if not taken:
-        if any(layer_name(c.weight.path) not in selection.kept for c in convolutions):
+        if any(c.name not in selection.kept for c in convolutions):
             return 0
         return selection.decline(nothing_taken(gm.graph, found), elsewhere_too=False)
     if selection.room is not None:

@@ -18,9 +18,10 @@ from sfast_ext.kernels.eight_bits import add_group_norm8, cat_group_norm8, conv2
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm
 from sfast_ext.kernels.pointwise import bias_add
 
+from .channels_last import lay_out
 from .eight_bits import bank_nodes
 from .eight_bits_conv_match import ConvCandidate, arguments_of, conv_candidates, match
-from .eight_bits_match import Candidate, layer_name
+from .eight_bits_match import Candidate, read_by_these_alone
 from .rewrite import (
     argument,
     call,
@@ -37,6 +38,7 @@ from .rewrite import (
 
 if TYPE_CHECKING:
     from .context import PassContext
+    from .eight_bits_selection import Selection
 
 _IN_8_BITS: dict[Any, Any] = {
     group_norm.launch: group_norm8.launch,
@@ -64,19 +66,30 @@ def eight_bits_conv(gm: fx.GraphModule, ctx: PassContext) -> int:
     What else is added to the convolution is added by its kernel: see `fold`.
     """
     selection = ctx.eight_bits
-    if selection is None or selection.resident or ctx.most_bytes is not None:
+    if selection is None:
         return 0
+    count = replaced(gm, ctx, selection) if ctx.most_bytes is None else 0
+    if selection.resident:
+        lay_out(gm.graph, ctx)
+    return count
+
+
+def replaced(gm: fx.GraphModule, ctx: PassContext, selection: Selection) -> int:
     hoist_weights(gm.graph)
     wanted = {name for name in selection.errors if name not in selection.kept}
-    found = [c for c in conv_candidates(gm.graph, ctx) if layer_name(c.weight.path) in wanted]
-    if selection.room is not None and ctx.arena.banks.missing(c.weight for c in found) > selection.room:
-        found = []
-    found = [c for c in found if ctx.arena.channels_last(c.weight)]
+    found = [c for c in conv_candidates(gm.graph, ctx) if c.name in wanted]
+    if selection.resident:
+        found = [c for c in read_by_these_alone(gm.graph, found) if ctx.arena.resident.has(c.weight)]
+    else:
+        if selection.room is not None and ctx.arena.banks.missing(c.weight for c in found) > selection.room:
+            found = []
+        found = [c for c in found if ctx.arena.channels_last(c.weight)]
     if not found:
         if not any(is_op(node, (quantise_weights.launch,)) for node in gm.graph.nodes) and selection.obstacle is None:
             selection.decline(reasons.EIGHT_BITS_LAYERS(), elsewhere_too=False)
         return 0
-    banks = [ctx.arena.banks.get(c.weight, 0) for c in found]
+    get = ctx.arena.resident.bank if selection.resident else ctx.arena.banks.get
+    banks = [get(c.weight, 0) for c in found]
     weights = bank_nodes(gm, [Candidate(c.node, c.node, None) for c in found], banks)
     pinned = mutated(gm.graph)
     for node in [c.node for c in found]:

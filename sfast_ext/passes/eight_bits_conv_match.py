@@ -11,6 +11,7 @@ from sfast_ext.kernels.eight_bits import add_group_norm8, cat_group_norm8, conv2
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm
 
 from .conv_match import stride_of
+from .eight_bits_match import layer_name
 from .rewrite import CONV, argument, dtype, is_op, is_weight, mutated, shape
 
 if TYPE_CHECKING:
@@ -46,13 +47,19 @@ class ConvCandidate(NamedTuple):
         return self.node.args[0]
 
     @property
+    def name(self) -> str:
+        """That of the layer."""
+        return layer_name(self.weight.path)
+
+    @property
     def weight(self) -> Any:
         """The weight of the arena."""
         return argument(self.node, 1, "weight").meta["weight"]
 
 
 def conv_candidates(graph: fx.Graph, ctx: PassContext) -> list[ConvCandidate]:
-    """The convolutions whose input may be quantised where it is written, if that pays. None without their kernels."""
+    """The convolutions whose input may be quantised where it is written, if that pays: in time, or if the selection is
+    resident, in memory. None without their kernels."""
     if not ctx.supported(*CONV_KERNELS):
         return []
     pinned = mutated(graph)
@@ -76,9 +83,11 @@ def match(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> ConvCandidat
         return None
     (images, columns, height, width), channels = shape(conv) or (0, 0, 0, 0), (shape(x) or (0, 0))[1]
     pixels = images * height * width
-    if columns % COLUMNS or channels % DEPTH or pixels < MIN_PIXELS:
+    if columns % COLUMNS or channels % DEPTH:
         return None
-    if not conv2d8.profitable(pixels, columns, 9 * channels, ctx.device):
+    if ctx.eight_bits is not None and ctx.eight_bits.resident:
+        return ConvCandidate(conv, norm, stride)
+    if pixels < MIN_PIXELS or not conv2d8.profitable(pixels, columns, 9 * channels, ctx.device):
         return None
     return ConvCandidate(conv, norm, stride)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import fx
 
@@ -21,6 +21,7 @@ from .rewrite import (
     RESHAPE,
     argument,
     dtype,
+    is_cast,
     is_kernel,
     is_op,
     is_weight,
@@ -39,11 +40,28 @@ COLUMNS, DEPTH = 32, 64
 PIXELS = 16
 """Times as deep as it is wide is a layer that makes pixels of tokens: its error is that of the image. The deepest of
 other layers, Flux's, is 5 times."""
+MOST_NAMED = 3
+"""Of packed layers that are named after the first."""
 _PRODUCTS = LINEAR | {linear_geglu.launch, linear_accumulate.launch}
 _VIEWS = RESHAPE | PERMUTE | overloads("transpose.int", "contiguous")
 _PARTS = overloads("slice.Tensor", "split_with_sizes", "split.sizes")
 _CAT = overloads("cat")
 _GATED = frozenset({geglu.launch, linear_geglu.launch, swiglu.launch}) | overloads("gelu")
+
+
+class Reader(Protocol):
+    """What reads a weight of the arena."""
+
+    @property
+    def node(self) -> fx.Node:
+        """A product."""
+
+    @property
+    def weight(self) -> Any:
+        """The weight."""
+
+
+C = TypeVar("C", bound=Reader)
 
 
 class Candidate(NamedTuple):
@@ -81,20 +99,39 @@ def matches(graph: fx.Graph, *, few_too: bool = False) -> list[Candidate]:
     """The products whose input may be quantised where it is written.
 
     Args:
-        few_too: those of few rows as well: their weights take memory like others.
+        few_too: those of few rows as well, and the keys and values of the prompt: their weights take memory like
+            others.
     """
     pinned = mutated(graph)
     found = (match(node, pinned, few_too) for node in graph.nodes if is_op(node, _PRODUCTS))
     return [candidate for candidate in found if candidate is not None]
 
 
-def read_by_these_alone(graph: fx.Graph, found: list[Candidate]) -> list[Candidate]:
+def read_by_these_alone(graph: fx.Graph, found: list[C]) -> list[C]:
     """The candidates whose weights nothing else in the graph reads, whole or in part."""
     ours = {c.node for c in found}
     nodes = [node for node in graph.nodes if is_weight(node)]
     others = (node for node in nodes if not ours.issuperset(node.users))
     read = {id(part) for node in others for part in parts_of(node.meta["weight"])}
     return [c for c in found if read.isdisjoint(map(id, parts_of(c.weight)))]
+
+
+def is_of_prompt(product: fx.Node, pinned: set[fx.Node]) -> bool:
+    """Whether a product makes keys or values alone, of what the forward is given."""
+    x: Any = product.args[0]
+    while x not in pinned and (is_op(x, _VIEWS | _PARTS) or is_part(x) or is_cast(x)):
+        x = x.args[0]
+    if not isinstance(x, fx.Node) or x.op != "placeholder" or x in pinned:
+        return False
+    waiting = [product]
+    while waiting:
+        node = waiting.pop()
+        for user in node.users:
+            if is_op(user, _VIEWS | _PARTS) or is_part(user):
+                waiting.append(user)
+            elif not is_op(user, ATTENTION) or node is user.args[0] or node not in user.args[1:3]:
+                return False
+    return bool(product.users)
 
 
 def parts_of(weight: Any) -> tuple[Any, ...]:
@@ -124,7 +161,7 @@ def match(node: fx.Node, pinned: set[fx.Node], few_too: bool = False) -> Candida
     if columns % COLUMNS or size[1] % DEPTH or (rows < MIN_ROWS and not few_too):
         return None
     norm = norm_of(x)
-    if norm is None and not is_written(x, pinned):
+    if norm is None and not is_written(x, pinned) and not (few_too and is_of_prompt(node, pinned)):
         return None
     return Candidate(node, result, None if norm in pinned else norm)
 
@@ -180,4 +217,6 @@ def after_product(norm: fx.Node) -> bool:
 def layer_name(path: str) -> str:
     """The name of a layer, or of several, by the path of its weight or of those that are packed."""
     first, *others = (each.removesuffix(".weight") for each in path.split("+"))
+    if len(others) > MOST_NAMED:
+        return f"{first} and {len(others)} more"
     return "+".join([first, *(each.rpartition(".")[2] for each in others)])

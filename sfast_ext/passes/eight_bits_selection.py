@@ -63,7 +63,7 @@ class Errors(NamedTuple):
     group: int
     """Of the rotation; 0 if no group divides a row."""
     work: float = 1.0
-    """Its multiplications."""
+    """Its multiplications, or if half-precision weights leave the GPU, the values of its weight."""
 
     @property
     def least(self) -> float:
@@ -172,7 +172,8 @@ class Layer(NamedTuple):
 
 
 def measured(
-    gm: fx.GraphModule, layers: Sequence[Layer], inputs: Sequence[Any], read: Callable[[Weight], Tensor]
+    gm: fx.GraphModule, layers: Sequence[Layer], inputs: Sequence[Any], read: Callable[[Weight], Tensor], *,
+    by_bytes: bool = False,
 ) -> dict[str, Errors]:
     """The errors of layers on the inputs of the graph. Waits for the device once.
 
@@ -181,6 +182,7 @@ def measured(
 
     Args:
         read: gives the values of a weight, for as long as they are held.
+        by_bytes: whether a layer counts by the memory of its weight, see `Errors.work`.
     """
     waiting: dict[fx.Node, list[Layer]] = {}
     for layer in layers:
@@ -196,13 +198,14 @@ def measured(
             if layer.stride:
                 found.append(errors_of_convolution(value, read(layer.weight), layer.stride, layer.silu))
                 pixels = math.prod(-(-size // layer.stride) for size in value.shape[2:]) * len(value)
-                names.append((layer.name, 0, pixels * layer.weight.tensor.numel()))
+                names.append((layer.name, 0, (1 if by_bytes else pixels) * layer.weight.tensor.numel()))
                 continue
             group = next((g for g in GROUPS if layer.weight.tensor.shape[1] % g == 0), 0)
             if group not in turns:
                 turns[group] = hadamard(group, device)
             found.append(errors_of(value, read(layer.weight), turns[group]))
-            names.append((layer.name, group, value.numel() * len(layer.weight.tensor)))
+            work = layer.weight.tensor.numel() if by_bytes else value.numel() * len(layer.weight.tensor)
+            names.append((layer.name, group, work))
         return bool(waiting)
 
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):

@@ -38,6 +38,8 @@ from sfast_ext.timing import Pace
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged
 
 T = TypeVar("T")
+TRIES = 3
+"""Runs of the original forward for one call, if memory is freed after each but the last."""
 
 
 class CallServer:
@@ -339,18 +341,19 @@ class CallServer:
         """Run the original forward. Parts run their original forwards too: they are accelerated for a third party's
         forward that calls them itself.
 
-        If it runs out of memory while there are CUDA graphs, they are freed, and it runs again: it would have that
-        memory without the extension.
+        If it runs out of memory while there are CUDA graphs or weights in 8 bits, they are freed, and it runs again: it
+        would have that memory without the extension. Another thread may have made new ones meanwhile.
         """
         context, containers = self._context, arguments.Containers(args, kwargs)
         with _building() if context.parts else contextlib.nullcontext():
-            try:
-                return context.run_forward(context.slot.original, *args, **self._unconsumed(kwargs))
-            except Exception as exc:
-                if not self._failures.freed_memory_for(exc):
-                    raise
-            # after the handler: the exception keeps what the failed run had allocated
-            containers.put_back()
+            for _ in range(TRIES - 1):
+                try:
+                    return context.run_forward(context.slot.original, *args, **self._unconsumed(kwargs))
+                except Exception as exc:
+                    if not self._failures.freed_memory_for(exc):
+                        raise
+                # after the handler: the exception keeps what the failed run had allocated
+                containers.put_back()
             return context.run_forward(context.slot.original, *args, **self._unconsumed(kwargs))
 
     def _unconsumed(self, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -95,10 +95,14 @@ class Failures:
         return bool(new)
 
     def freed_memory_for(self, exc: Exception) -> bool:
-        """The original forward raised: whether it ran out of memory, and CUDA graphs and banks were freed for it."""
+        """The original forward raised: whether it ran out of memory, and CUDA graphs and banks were freed for it, or
+        the host gave way."""
         device = self._context.device() if out_of_memory(exc) else None
-        if device is None or device.type != "cuda" or not pool_of(device).holds_memory:
+        if device is None or device.type != "cuda":
             return False
+        if not pool_of(device).holds_memory:
+            short = self._context.hooks.short_of_memory
+            return short is not None and short()
         self._context.report.count("out_of_memory")
         pool_of(device).make_room(self._context.report)
         return True

@@ -197,7 +197,14 @@ class ModuleContext:
             if torch.cuda.mem_get_info(device)[0] + max(0, cached) < _ROOM * resident.bytes:
                 # the forward needs memory as well
                 pool_of(device).make_room(self.report, "the half-precision weights come back")
-            moved = resident.bring_back()
+            try:
+                moved = resident.bring_back()
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception as exc:
+                # the original forward needs them, in whatever way they come
+                self.report.error("weights that come back", exc)
+                moved = resident.bring_back_plainly()
         if moved:
             self.report.count("weights_brought_back")
             self.report.event("8 bits", reasons.BROUGHT_BACK(moved))

@@ -131,7 +131,8 @@ class WeightArena:
                 return False
             if weight.tensor.is_contiguous(memory_format=torch.channels_last):
                 return True
-            if weight.plans or weight.pack is not None:
+            if weight.plans or weight.pack is not None or weight.bound is None:
+                # the last: it was set aside, and comes back as the host laid it
                 return False
             with torch.inference_mode(False):
                 place = weight.tensor.contiguous(memory_format=torch.channels_last)
@@ -209,6 +210,11 @@ class WeightArena:
         """The values of a weight: its live tensor, or if it is set aside, a copy on the GPU."""
         aside = id(weight) in self._tracked.vacant and self.resident.has(weight)
         return self.resident.values(weight) if aside else weight.tensor
+
+    def is_first(self, weight: Weight) -> bool:
+        """Whether a weight has the first parameter of the module."""
+        first = next(self.root.parameters(), None)
+        return any(container.get(name) is first for part in weight.parts or (weight,) for container, name in part.slots)
 
     def set_aside(self, weights: Iterable[Weight], device: torch.device) -> None:
         """Move weights, which no plan reads, to system memory; see `Resident`.
@@ -353,7 +359,9 @@ class WeightArena:
         tracked = self._tracked
         with tracked.lock:
             laid = tracked.relaid()
-            # no reference may keep the old memory alive
+            # no reference may keep the old memory alive: graphs are cycles, which wait for a collection of garbage
+            for weight in (*tracked.known(), *tracked.packs.all()):
+                weight.let_go()
             tracked.weights, tracked.tables, tracked.live, tracked.vacant = {}, {}, [], {}
             tracked.packs.clear()
             tracked.order.keep(())

@@ -86,6 +86,11 @@ class HostOrder:
         self._in_place.pop(id(weight), None)
         self._apart.pop(id(weight), None)
 
+    def left(self, parameters: Container[int]) -> None:
+        """These parameters, by id, have left the memory of live tensors."""
+        self._in_place = {key: w for key, w in self._in_place.items() if id(w.bound) not in parameters}
+        self._apart = {key: w for key, w in self._apart.items() if id(w.bound) not in parameters}
+
     def is_current(self, weight: Weight, value: torch.Tensor) -> bool:
         """Whether the module holds the bound tensor, on the memory of the weight in the host's order."""
         return id(weight) in self._in_place and weight.bound is value and _on_memory_of(weight, value)

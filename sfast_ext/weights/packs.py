@@ -69,15 +69,25 @@ class Packs:
 
     def drop_unread(self) -> None:
         """Drop the packs that no plan reads completely."""
-        self._packs = {k: p for k, p in self._packs.items() if all(part.plans for part in p.parts)}
+        self._keep(lambda pack: all(part.plans for part in pack.parts))
 
     def drop_left(self, there: Callable[[Weight], bool]) -> None:
         """Drop the packs that no plan reads, and of which no part is there any more."""
-        self._packs = {k: p for k, p in self._packs.items() if any(part.plans or there(part) for part in p.parts)}
+        self._keep(lambda pack: any(part.plans or there(part) for part in pack.parts))
 
     def clear(self) -> None:
-        """Drop all packs."""
-        self._packs = {}
+        """Drop all packs, which no plan reads."""
+        self._keep(lambda pack: False)
+
+    def _keep(self, kept: Callable[[Weight], bool]) -> None:
+        gone = [pack for pack in self._packs.values() if not kept(pack)]
+        self._packs = {key: pack for key, pack in self._packs.items() if kept(pack)}
+        for pack in gone:
+            if not any(part.plans for part in pack.parts):
+                # cycles of references would keep its memory until garbage is collected
+                pack.let_go()
+                for part in pack.parts:
+                    part.pack = None if part.pack is pack else part.pack
 
     def _rows_of_pack(self, weights: Sequence[Weight]) -> Weight | None:
         """The rows of a larger pack in which `weights` are neighbours in this order, or None."""

@@ -105,8 +105,15 @@ class Resident:
         """The half-precision values of a weight that was set aside, on the GPU, in memory that is not kept."""
         assert self.device is not None
         parts = [self._asides[part.path].checked() for part in weight.parts or (weight,)]
-        there = self._on_gpu(parts)
-        return there[0] if len(there) == 1 else torch.cat(there)
+        if len(parts) == 1:
+            return self._on_gpu(parts)[0]
+        with torch.inference_mode(False), torch.no_grad(), Staging() as copy:
+            size = sum(len(part) for part in parts), *parts[0].shape[1:]
+            whole, first = torch.empty(size, dtype=parts[0].dtype, device=self.device), 0
+            for part in parts:
+                copy(whole[first : first + len(part)], live_tensor(part))
+                first += len(part)
+        return whole
 
     def bank(self, weight: Weight, group: int) -> Bank:
         """The resident bank of a weight that was set aside, without values if it is new."""
@@ -139,8 +146,10 @@ class Resident:
         """
         tracked = self._tracked
         leaving = {id(aside.now) for bank in banks for aside, _ in bank.sources}
-        # no reference may keep memory on the GPU
-        tracked.weights = {key: w for key, w in tracked.weights.items() if w.plans or id(w.bound) not in leaving}
+        # no reference may keep memory on the GPU: graphs of plans that are gone are cycles
+        left = [key for key, w in tracked.weights.items() if not w.plans and id(w.bound) in leaving]
+        for key in left:
+            tracked.weights.pop(key).let_go()
         tracked.packs.drop_unread()
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -153,25 +162,32 @@ class Resident:
 
     def _fill(self, banks: Sequence[Bank], quantise: Quantise) -> None:
         left = False
+        parts_left = {id(bank): len(bank.sources) for bank in banks}
         for some in _batches(banks):
-            for bank in some:
+            for bank, *_ in some:
                 bank.occupy()
-            asides = list({id(aside): aside for bank in some for aside, _ in bank.sources}.values())
+            asides = list({id(aside): aside for _, aside, _ in some}.values())
             held = [aside.checked() for aside in asides]
             states = list(map(state_of, held))
             there = dict(zip(map(id, asides), self._on_gpu(held)))
             lists: list[list[Any]] = [[], [], [], [], []]
-            for bank in some:
-                for aside, first in bank.sources:
-                    value = there[id(aside)]
-                    rows = slice(first, first + len(value))
-                    entry = value, bank.rows[rows], bank.scales[rows], bank.digests[rows], bank.group
-                    for each, operand in zip(lists, entry):
-                        each.append(operand)
+            for bank, aside, first in some:
+                value = there[id(aside)]
+                rows = slice(first, first + len(value))
+                # those of a convolution have its sums in a second row
+                scales = bank.scales[rows] if bank.scales.dim() == 1 else bank.scales
+                if value.dim() == 4:
+                    value = value.contiguous(memory_format=torch.channels_last)
+                entry = value, bank.rows[rows], scales, bank.digests[rows], bank.group
+                for each, operand in zip(lists, entry):
+                    each.append(operand)
+                del value
             quantise(*lists)
+            lists.clear()
             digests = [digest_of(value).cpu() for value in there.values()]
-            for bank in some:
-                bank.ready = True
+            for bank, *_ in some:
+                parts_left[id(bank)] -= 1
+                bank.ready = bank.ready or not parts_left[id(bank)]
             arriving = [value for value in held if value.is_cuda]
             self._leave(arriving)
             left = left or bool(arriving)
@@ -228,16 +244,34 @@ class Resident:
         self._tracked.refresh_live()
         return len(moved)
 
+    def bring_back_plainly(self) -> int:
+        """`bring_back` as a host would do it, one parameter after the other. What was kept of them is dropped.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: there is no room. Some have moved.
+        """
+        self._copies.drop()
+        with torch.inference_mode(False), torch.no_grad():
+            moved = self._elsewhere()
+            for value in moved:
+                set_data(value, live_tensor(value).to(self.device))
+        return len(moved)
+
     def _elsewhere(self) -> list[torch.Tensor]:
         """The parameters in system memory."""
         held = {id(now): now for aside in self._asides.values() if isinstance(now := aside.now, torch.Tensor)}
         return [now for now in held.values() if is_plain(now) and now.device.type == "cpu"]
 
     def _leave(self, values: Iterable[Any]) -> None:
-        """Move parameters to system memory: to what they had there, if nothing changed them on the GPU."""
+        """Move parameters to system memory: to what they had there, if nothing changed them on the GPU. There they have
+        the host's strides."""
         leaving = [v for v in values if isinstance(v, torch.Tensor) and v.is_cuda]
         if not leaving:
             return
+        layouts, order = self._tracked.layouts, self._tracked.order
+        paths = {id(aside.now): path for path, aside in self._asides.items()}
+        laid = [(v, original) for v in leaving if v.dim() == 4
+                and (original := layouts.strides_of(v, [paths[id(v)]])) is not None]  # fmt: skip
         # the last launch may still read them
         torch.cuda.synchronize(self.device)
         host_copies.put_back_everywhere(leaving)
@@ -245,6 +279,10 @@ class Resident:
             for value in leaving:
                 if value.is_cuda:
                     set_data(value, live_tensor(value).to("cpu"))
+            for value, original in laid:
+                if value.stride() != original:
+                    layouts.restore(value, original)
+        order.left(set(map(id, leaving)))
 
     def _on_gpu(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with torch.inference_mode(False), torch.no_grad(), Staging() as copy:
@@ -335,14 +373,15 @@ def _size(aside: Aside) -> int:
     return aside.shape.numel() * aside.dtype.itemsize
 
 
-def _batches(banks: Sequence[Bank]) -> Iterator[list[Bank]]:
-    some: list[Bank] = []
+def _batches(banks: Sequence[Bank]) -> Iterator[list[tuple[Bank, Aside, int]]]:
+    """What banks are made of, with its first row."""
+    some: list[tuple[Bank, Aside, int]] = []
     size = 0
-    for bank in banks:
-        some.append(bank)
-        size += 2 * bank.rows.numel()
-        if size >= BATCH_BYTES:
+    for bank, (aside, first) in ((each, source) for each in banks for source in each.sources):
+        if some and size + _size(aside) > BATCH_BYTES:
             yield some
             some, size = [], 0
+        some.append((bank, aside, first))
+        size += _size(aside)
     if some:
         yield some

@@ -49,6 +49,12 @@ class Weight:
     source: torch.Tensor | None = None
     """For a table on another device: the tensor whose values each run of a plan copies into the live one."""
 
+    def let_go(self) -> None:
+        """No plan reads it any more: what still refers to it keeps no memory."""
+        tensor = self.tensor
+        self.tensor = torch.empty((1,) * tensor.dim(), dtype=tensor.dtype, device="meta").expand(tensor.shape)
+        self.bound = self.source = None
+
     def is_current(self, value: torch.Tensor) -> bool:
         """Whether the module still holds the bound tensor, with unchanged memory, strides, device and dtype."""
         if id(self.bound) != id(value):

@@ -55,10 +55,10 @@ MUTATIONS = [
     Mutation("other readers of a group norm that is quantised", _MATCH, "or list(x.users) != [conv]", "", _LEFT_ALONE),
     Mutation("output channels of 8-bit convolutions", _MATCH, "columns % COLUMNS or", "", _SIZES),
     Mutation("channels of 8-bit convolutions", _MATCH, "or channels % DEPTH", "", _SIZES),
-    Mutation("convolutions of few pixels", _MATCH, "or pixels < MIN_PIXELS", "", _SIZES),
+    Mutation("convolutions of few pixels", _MATCH, "pixels < MIN_PIXELS or", "", _SIZES),
     Mutation(
         "rare calls with 8-bit convolutions", _CONV,
-        "selection.resident or ctx.most_bytes is not None:", "selection.resident:",
+        "replaced(gm, ctx, selection) if ctx.most_bytes is None else 0", "replaced(gm, ctx, selection)",
         (_PASS + "test_nothing_without_the_setting_without_kernels_or_for_rare_calls",),
     ),
     Mutation(

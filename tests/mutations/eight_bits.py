@@ -60,7 +60,7 @@ MUTATIONS = [
     ),
     Mutation(
         "inputs that nothing quantises where they are written", _MATCH,
-        "if norm is None and not is_written(x, pinned):", "if False:",
+        "if norm is None and not is_written(x, pinned) and not (few_too and is_of_prompt(node, pinned)):", "if False:",
         _LEFT_ALONE,
     ),
     Mutation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutations import Mutation
 
 _TESTS = "runtime/test_resident.py::"
+_BYTES = "runtime/test_resident_bytes.py::"
 _CHANGES = _TESTS + "test_changes_are_followed_at_the_next_call"
 _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 
@@ -76,5 +77,42 @@ MUTATIONS = [
         "self._guarded(lambda: self._account(lookup, watch, build, tried), None)",
         "self._account(lookup, watch, build, tried)",
         ("runtime/test_faults_of_accounts.py::test_the_caller_gets_the_result",),
+    ),
+    Mutation(
+        "strides of weights that leave the GPU", "weights/resident.py",
+        "if value.stride() != original:", "if False:",
+        (_BYTES + "test_the_original_has_its_weights_as_the_host_laid_them",),
+    ),
+    Mutation(
+        "memory of weights that no plan reads any more", "weights/arena.py",
+        "weight.let_go()", "pass",
+        (_BYTES + "test_after_the_release_no_memory_waits_for_garbage_collection",),
+    ),
+    Mutation(
+        "products that make keys or values alone", "passes/eight_bits_match.py",
+        "elif not is_op(user, ATTENTION) or node is user.args[0] or node not in user.args[1:3]:", "elif False:",
+        ("passes/test_eight_bits.py::test_keys_and_values_of_what_is_given",),
+    ),
+    Mutation(
+        "errors as weights come back", "runtime/model_state.py",
+        "except torch.cuda.OutOfMemoryError:\n raise\n except Exception as exc:",
+        "except torch.cuda.OutOfMemoryError:\n                raise\n            except ZeroDivisionError as exc:",
+        (_TESTS + "test_what_fails_as_weights_come_back_does_not_reach_the_host",),
+    ),
+    Mutation(
+        "the room of a UNet that comes as a whole", "hosts/a1111/whole_unet.py",
+        "return size + gpu_room.WORKSPACE <= free + torch.cuda.memory_reserved(place) and total < SMALL * size",
+        "return True",
+        ("hosts/adapters/test_a1111_resident.py::test_with_lowvram_a_unet_without_room_comes_block_by_block",),
+    ),
+    Mutation(
+        "blocks that come again", "runtime/failures.py",
+        "return short is not None and short()", "return False",
+        ("hosts/adapters/test_a1111_resident.py::test_with_lowvram_blocks_come_again_if_memory_runs_out",),
+    ),
+    Mutation(
+        "layouts of blocks that come again", "hosts/a1111/whole_unet.py",
+        "accelerator.arena.restore_layout_temporarily()", "pass",
+        ("hosts/adapters/test_a1111_resident.py::test_with_lowvram_the_unet_comes_as_a_whole",),
     ),
 ]

@@ -96,7 +96,7 @@ MUTATIONS = [
     ),
     Mutation(
         "layout of what a plan reads", "weights/arena.py",
-        "if weight.plans or weight.pack is not None:", "if False:",
+        "if weight.plans or weight.pack is not None or weight.bound is None:", "if weight.bound is None:",
         ("weights/test_arena.py::test_what_a_plan_reads_is_not_moved",),
     ),
     Mutation(
@@ -281,7 +281,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights that other code reads", "passes/channels_last.py",
-        "is_weight(weight) and only_convolutions_read(weight) and", "is_weight(weight) and",
+        "if not is_weight(weight) or not only_convolutions_read(weight):", "if not is_weight(weight):",
         ("weights/test_host_order.py::test_a_weight_that_other_code_reads_keeps_its_layout",),
     ),
     Mutation(

@@ -17,7 +17,8 @@ from sfast_ext.kernels.eight_bits import (
     quantise_rows,
     quantise_weights,
 )
-from sfast_ext.passes.eight_bits import eight_bits, layer_name, matches
+from sfast_ext.passes.eight_bits import eight_bits, matches
+from sfast_ext.passes.eight_bits_match import layer_name
 from sfast_ext.passes.geglu import geglu
 from sfast_ext.passes.linear_geglu import linear_geglu
 from sfast_ext.plans import graph_facts
@@ -224,6 +225,59 @@ def test_sizes_that_the_kernels_do_not_take_or_that_do_not_pay(x: Tensor) -> Non
 def test_sizes_that_they_take(x: Tensor) -> None:
     on, ops = count(after_a_norm, x)
     assert ops["linear8"] == 1 and on.error() < 0.03
+
+
+def keys_and_values(m: Wrapped, x: Tensor) -> Any:
+    return m.attention(x.sin(), x)
+
+
+def keys_of_half_of_it(m: Wrapped, x: Tensor) -> Any:
+    return m.attention(x.sin(), x[:, :80])
+
+
+def values_that_are_read_elsewhere(m: Wrapped, x: Tensor) -> Any:
+    v = m.one(x)
+    return F.scaled_dot_product_attention(x.sin(), x.cos(), v), v.sin()
+
+
+def queries(m: Wrapped, x: Tensor) -> Any:
+    return F.scaled_dot_product_attention(m.one(x), x.cos(), x.sin())
+
+
+def queries_and_keys_in_one(m: Wrapped, x: Tensor) -> Any:
+    q, k = m.wide(x).chunk(2, -1)
+    return F.scaled_dot_product_attention(q, k, x.sin())
+
+
+def values_of_what_was_computed(m: Wrapped, x: Tensor) -> Any:
+    return F.scaled_dot_product_attention(x.sin(), x.cos(), m.one(x.tan()))
+
+
+def an_embedding(m: Wrapped, x: Tensor) -> Any:
+    return m.one(x).sin()
+
+
+@pytest.mark.parametrize(
+    ("body", "taken"),
+    [
+        (keys_and_values, 1), (keys_of_half_of_it, 1), (values_that_are_read_elsewhere, 0), (queries, 0),
+        (queries_and_keys_in_one, 0), (values_of_what_was_computed, 0), (an_embedding, 0),
+    ],
+)  # fmt: skip
+def test_keys_and_values_of_what_is_given(
+    monkeypatch: pytest.MonkeyPatch, body: Callable[..., Any], taken: int
+) -> None:
+    found: dict[bool, list[str]] = {}
+
+    def noted(graph: Any, *, few_too: bool) -> list[Any]:
+        found.update({few: [c.name for c in matches(graph, few_too=few)] for few in (False, True)})
+        return []
+
+    monkeypatch.setattr("sfast_ext.passes.eight_bits.matches", noted)
+    count(body)
+    others = [name for name in found[True] if "to_out" not in name]
+    assert len(others) == taken and all("to_k" in name or "to_v" in name for name in others)
+    assert not [name for name in found[False] if "to_out" not in name]
 
 
 def test_full_precision_is_left_alone() -> None:

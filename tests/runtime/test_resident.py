@@ -16,7 +16,7 @@ from torch import nn
 
 from sfast_ext import Config
 from sfast_ext.kernels.backend import health
-from sfast_ext.kernels.eight_bits import gain, quantise_rows, quantise_weights
+from sfast_ext.kernels.eight_bits import gain
 from sfast_ext.plans.graph_pool import MB, pool_of
 from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.weights import resident as weights_resident
@@ -70,8 +70,6 @@ def test_the_half_precision_weights_are_in_system_memory(card: Card) -> None:
     assert away(on) == len(halves(on.ours)) and on.error() < 0.05
     size = sum(p.nbytes for p in on.twin.parameters())
     on.acc.release()
-    # matrices of rotations, which are made once
-    quantise_rows.hadamard.cache_clear()
     gc.collect()
     assert away(on) == 0 and card.allocated == pytest.approx(size, abs=4096)
     assert on.count("errors") == 0, on.words()
@@ -199,17 +197,7 @@ def test_memory_that_others_need(card: Card) -> None:
 
 def test_a_card_that_has_no_room_for_both(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_resident, "BATCH_BYTES", 1 << 14)
-    real = quantise_weights.launch.function
-
-    def as_a_kernel(*operands: Any) -> Any:
-        # which needs no memory
-        capacity, card.capacity = card.capacity, 64 * MB
-        try:
-            return real(*operands)
-        finally:
-            card.capacity = capacity
-
-    monkeypatch.setattr(quantise_weights.launch, "function", as_a_kernel)
+    eight_bit_kernels.without_memory(monkeypatch, card)
     size = sum(p.nbytes for p in net().parameters())
     on = On(replace(CARD, cuda_graphs=False), "cuda")
     for _ in range(3):
@@ -246,6 +234,28 @@ def test_copies_have_their_weights_on_one_device(card: Card) -> None:
         assert away(on)
     assert {value.device.type for value in on.ours.state_dict().values()} == {"cuda"}
     assert on.error() < 0.05
+
+
+def broken(*_: object) -> None:
+    raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("where", ["staging", "copies", "live"])
+def test_what_fails_as_weights_come_back_does_not_reach_the_host(
+    card: Card, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    on = started()
+    place = {"staging": (weights_resident.Staging, "_copy"), "copies": (type(on.acc.arena.resident._copies), "keep"),
+             "live": (type(on.acc.arena._tracked), "refresh_live")}[where]  # fmt: skip
+    hook = on.ours.blocks[0].register_forward_hook(lambda module, given, result: result)
+    with monkeypatch.context() as patch:
+        patch.setattr(*place, broken)
+        assert on.error() < 0.01 and away(on) == 0
+    assert "no" in str(on.acc.report.as_dict()["last_error"])
+    hook.remove()
+    for _ in range(3):
+        assert on.error() < 0.05
+    assert away(on) == len(halves(on.ours))
 
 
 class Tied(Net):

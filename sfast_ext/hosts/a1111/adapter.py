@@ -13,11 +13,13 @@ from typing import Any
 from torch import nn
 
 from sfast_ext.accelerator import accelerator_of
+from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import per_request, reasons, starting, system_memory, vae, webui_probes
-from sfast_ext.hosts.a1111 import controlnet, lora, probes
+from sfast_ext.hosts.a1111 import controlnet, lora, memory, probes
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
+from sfast_ext.hosts.a1111.whole_unet import WholeUnet
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wraps_torchs
 from sfast_ext.hosts.host_queue import interrupted
 from sfast_ext.hosts.installation import Installation
@@ -55,6 +57,8 @@ class A1111Hooks:
         self._unet = weakref.ref(unet)
         self._lora = lora.LoraLayers()
         self._hypertile: list[Any] = []
+        self.whole: WholeUnet | None = None
+        """Whether a UNet that --lowvram moves comes as a whole; None for what is no UNet of a session."""
         self._offloaded: Reason | None = None
         self._dormant = DormantPatches()
         self.images: int | None = None
@@ -74,7 +78,11 @@ class A1111Hooks:
             interrupted=interrupted,
             ignored=ignored,
             system_memory=system_memory.has_room_for,
+            short_of_memory=self._short_of_memory,
         )
+
+    def _short_of_memory(self) -> bool:
+        return self.whole is not None and self.whole.gave_way(self._unet())
 
     def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
         """A call in a user's words."""
@@ -97,7 +105,8 @@ class A1111Hooks:
     def _offload_reason(self) -> Reason | None:
         # --medvram sets the model's mark as well
         if getattr(self._shared.sd_model, "lowvram", False) and getattr(self._shared.cmd_opts, "lowvram", False):
-            return reasons.LOWVRAM()
+            comes_whole = self.whole is not None and self.whole.holds(self._unet())
+            return None if comes_whole else reasons.LOWVRAM()
         return None
 
     def bypass_reason(self) -> Reason | None:
@@ -235,6 +244,7 @@ class A1111Session(WebUISession):
         small = (self._upscalers.attachment, self._previews.attachment)
         slow = (*self._vaes.attachments, *self._texts.attachments)
         self.attachments = (self._unets, self._controlnets, *slow, *small)
+        self._whole = WholeUnet(self.report, lambda: memory.UNET_BLOCKS)
         self._memory = A1111Memory(self._unets, (self._vaes, self._texts), _unet_of, self.report)
         self._host_version = "unknown"
 
@@ -255,6 +265,7 @@ class A1111Session(WebUISession):
         """As in all such WebUIs, with what frees memory before an upscaler runs."""
         host.feature(webui_probes.VERSION, self._read_version)
         host.add(self._memory.release)
+        host.add(self._whole.release)
         super().install(host)
         host.feature(webui_probes.PREVIEW_MEMORY, lambda: self._previews.install_without_gradients(host))
         host.feature(probes.UPSCALERS, lambda: self._memory.install_upscaling(host))
@@ -307,6 +318,7 @@ class A1111Session(WebUISession):
         hooks = self._hooks.get(unet)
         if hooks is None:
             hooks = self._hooks[unet] = A1111Hooks(unet)
+            hooks.whole = self._whole
         return hooks.hooks()
 
     def _hooks_for_vae(self, part: nn.Module, named: Callable[[Sequence[tuple[int, ...]]], str | None]) -> Hooks:
@@ -332,6 +344,7 @@ class A1111Session(WebUISession):
         # A TensorRT engine or the like has moved the stock UNet to the CPU to free memory: plans are released too.
         unet = None if sd_unet.current_unet is not None else _unet_of(sd_model)
         config = self.config()
+        self._follow_whole(sd_model, unet, config)
         accelerator = self._unets.follow(unet, config, keep=list(_resident_unets()))
         self._follow_vae(sd_model)
         networks = [] if unet is None else controlnet.active_networks(unet)
@@ -340,6 +353,15 @@ class A1111Session(WebUISession):
         )
         for each in (accelerator, *networks_followed):
             self._begin_pass(each)
+
+
+    def _follow_whole(self, sd_model: Any, unet: nn.Module | None, config: Config) -> None:
+        """With --lowvram a UNet in 8 bits comes as a whole."""
+        from modules import shared
+
+        blocks = getattr(sd_model, "lowvram", False) and getattr(shared.cmd_opts, "lowvram", False)
+        wanted = bool(blocks) and config.enabled and config.eight_bits
+        self.guarded(lambda: self._whole.follow(getattr(sd_model, "model", None), unet, shared.device, wanted))
 
 
 SESSIONS = (A1111Session,)

@@ -56,6 +56,7 @@ class SDNextSession(Session):
     """The extension in one run of SD.Next's scripts; see `Session`."""
 
     HOST = "SD.Next"
+    FOLLOWS_RESIDENCE = True
     PROBES = probes.PROBES
     # as short as Git may make it
     TESTED = ("058a7f0",)

@@ -12,7 +12,7 @@ from torch import nn
 from sfast_ext.accelerator import accelerator_of
 from sfast_ext.behaviour.forward_slot import is_own_forward
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import reasons
+from sfast_ext.hosts import reasons, system_memory
 from sfast_ext.hosts.attachment import is_host_code
 from sfast_ext.hosts.host_queue import interrupted
 from sfast_ext.hosts.sdnext.refusals import (
@@ -95,6 +95,7 @@ class SDNextHooks:
             words=lambda shapes: words.size_words(shapes, self._images()),
             interrupted=interrupted,
             ignored=BOOKKEEPING,
+            system_memory=system_memory.has_room_for,
         )
 
     def bypass_reason(self) -> Reason | None:

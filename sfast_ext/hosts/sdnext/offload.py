@@ -19,7 +19,7 @@ from sfast_ext.accelerator import Accelerator
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
-from sfast_ext.hosts.moves import WeightMoves, fetch_weights, place_of
+from sfast_ext.hosts.moves import WeightMoves, fetch_weights, place_of, staying
 from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.plans import graph_pool
@@ -91,7 +91,8 @@ class Offload:
             accelerator.restores_for_saving = False
         for_plans = [functools.partial(fetch_weights, a, goes, self._report, "SD.Next") for a in ours]
         try:
-            return self._moves.to_gpu(model, goes, move, for_plans)
+            with staying(self._accelerators_in(model, self._networks), goes):
+                return self._moves.to_gpu(model, goes, move, for_plans)
         finally:
             for accelerator in ours:
                 accelerator.restores_for_saving = True

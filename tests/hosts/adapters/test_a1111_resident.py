@@ -22,12 +22,14 @@ from hosts.standins import a1111 as standin
 from sfast_ext import accelerator_of
 from sfast_ext.hosts import gpu_room, system_memory
 from sfast_ext.hosts.a1111 import adapter as a1111
+from sfast_ext.hosts.a1111 import memory
 from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.eight_bits import gain
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.weights import digest
+from sfast_ext.weights import resident as weights_resident
 
 pytestmark = pytest.mark.usefixtures("proportions")
 HALF = torch.bfloat16
@@ -138,8 +140,10 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
         monkeypatch.setattr(gpu_room, name, int(part * SIZE))
     monkeypatch.setattr(digest, "COLUMNS", 5)
     monkeypatch.setattr(system_memory, "available_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(weights_resident, "BATCH_BYTES", SIZE // 30)
     options = {"sfast_triton": False, "sfast_eight_bits": True, "sfast_tolerance": 0.1}
     with standin.running(**options) as host, pretended_card(monkeypatch, int(room * SIZE)) as card:
+        eight_bit_kernels.without_memory(monkeypatch, card)
         host.place = host.shared.device = GPU
         a1111.start("test")
         yield Running(host, card, flag)
@@ -161,6 +165,58 @@ def net(name: str, multiplier: float = 1.0, layers: tuple[str, ...] | None = Non
     if layers is not None:
         found.modules = dict.fromkeys(layers)
     return found
+
+
+def senders(on: Running) -> int:
+    """Before how many modules the host's function runs."""
+    return sum("send_me_to_gpu" in str(m._forward_pre_hooks) for m in on.unet.modules())
+
+
+def left_as_lowvram_has_it(on: Running) -> bool:
+    """Whether at most a block is on the GPU, and what is always there."""
+    there = {name.split(".")[0] for name, p in on.unet.named_parameters() if p.device.type == "cuda"}
+    return senders(on) > 5 and not there & set(memory.UNET_BLOCKS) and "out" in there
+
+
+@pytest.mark.parametrize("on", [(LOWVRAM, 1.9)], indirect=True)
+def test_with_lowvram_the_unet_comes_as_a_whole(on: Running) -> None:
+    for networks in ((), (), (net("a", 3.0),), ()):
+        assert on.picture(4, networks) < 0.1
+    assert on.accelerator.status()["eight_bits"]["layers"] > 5 and senders(on) == 0
+    assert on.counter("replays") > 4 and on.counter("errors") == 0 and on.counter("weights_away") >= 4
+    on.host.opts.data["sfast_eight_bits"] = False
+    assert on.picture(4) < 1e-3 and left_as_lowvram_has_it(on)
+    assert "block by block" in str(on.session.report.as_dict()["reasons"])
+    on.host.opts.data["sfast_eight_bits"] = True
+    assert on.picture(2) < 0.06 and on.picture(2) < 0.06 and senders(on) == 0
+    on.load(2)
+    assert on.picture(2) < 0.06 and on.picture(2) < 0.06 and senders(on) == 0
+    a1111.A1111Session.stop()
+    assert on.picture(2) < 1e-3 and left_as_lowvram_has_it(on)
+    a1111.start("test")
+
+
+@pytest.mark.parametrize("on", [(LOWVRAM, 1.05)], indirect=True)
+def test_with_lowvram_a_unet_without_room_comes_block_by_block(on: Running) -> None:
+    assert on.picture(2) < 1e-3 and left_as_lowvram_has_it(on)
+    assert on.counter("captures") == 0 and on.counter("out_of_memory") == 0
+
+
+@pytest.mark.parametrize("on", [(LOWVRAM, 1.9)], indirect=True)
+def test_with_lowvram_blocks_come_again_if_memory_runs_out(on: Running) -> None:
+    assert on.picture(4) < 0.06 and senders(on) == 0
+
+    def others_take_some(*_: object) -> None:
+        on.card.capacity = int(0.9 * SIZE)
+
+    wrapper = on.model.model
+    hooks = [wrapper.register_forward_pre_hook(others_take_some, prepend=True),
+             on.unet.out.register_forward_hook(lambda module, given, result: result)]  # fmt: skip
+    assert on.picture(2) < 1e-3 and left_as_lowvram_has_it(on)
+    for hook in hooks:
+        hook.remove()
+    on.card.capacity = int(1.9 * SIZE)
+    assert on.picture(2) < 1e-3 and left_as_lowvram_has_it(on) and not on.host.errors
 
 
 BOTH = pytest.mark.parametrize("on", [(MEDVRAM, 1.9), (NONE, 1.9)], indirect=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from pretended_card import pretended_card
@@ -92,3 +95,47 @@ def test_weights_stay_if_decoding_finds_room_beside_them(there, monkeypatch):
         assert gpu_room.has_room_to_stay(net)
         card.capacity -= 1
         assert not gpu_room.has_room_to_stay(net)
+
+
+class Holder:
+    """What a graph pool has of a model."""
+
+    def __init__(self, resident: bool) -> None:
+        self._resident = resident
+
+    def resident(self) -> list[int]:
+        return [1] * self._resident
+
+    def vacate(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize(
+    ("total", "needed", "resident", "left", "held"),
+    [
+        (8, 3 << 30, True, 2 << 30, [3 << 30]), (6, 1 << 30, True, 2 << 30, [1 << 30]),
+        (8, 3 << 30, False, 0, [3 << 30]),
+        (8, 1 << 20, True, 0, []), (12, 3 << 30, True, 0, []), (24, 6 << 30, True, 0, []),
+    ],
+)  # fmt: skip
+def test_a_vae_on_a_small_card_leaves_memory_to_others_and_takes_one_block(
+    monkeypatch: pytest.MonkeyPatch, total: int, needed: int, resident: bool, left: int, held: list[int]
+) -> None:
+    gpu = torch.device("cuda", 0)
+    taken: list[int] = []
+
+    def empty(size: int, *, dtype: Any, device: Any) -> None:
+        taken.append(size)
+        if size == 1 << 30:
+            raise torch.cuda.OutOfMemoryError("no block of that size: it is done without")
+
+    holder = Holder(resident)
+    monkeypatch.setattr(gpu_room.host_gpu, "device", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total << 30))
+    monkeypatch.setattr(gpu_room.graph_pool, "pool_of", lambda _: SimpleNamespace(spare={holder}))
+    monkeypatch.setattr(torch, "empty", empty)
+    assert gpu_room.left_to_others(needed) == left
+    gpu_room.hold_one_block(needed)
+    assert taken == held

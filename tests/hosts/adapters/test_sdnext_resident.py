@@ -1,0 +1,183 @@
+"""SD.Next's balanced offload with 8 bits on a card that is small for its model, on a pretended GPU: half-precision
+weights stay in system memory, and weights in 8 bits are what moves."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import eight_bit_kernels
+import pytest
+import torch
+from pretended_card import GPU, Card, pretended_card, small_reserves
+from torch import nn
+
+from hosts.standins.sdnext import Host, diffusers, hosted, network
+from sfast_ext import accelerator_of
+from sfast_ext.hosts import system_memory
+from sfast_ext.kernels.backend import health
+from sfast_ext.kernels.eight_bits import gain
+from sfast_ext.runtime import plan_builder, verify
+from sfast_ext.runtime.verify import relative_error
+from sfast_ext.tools.lib import models
+from sfast_ext.weights import digest
+from sfast_ext.weights import resident as weights_resident
+
+HALF = torch.bfloat16
+
+
+@functools.lru_cache(maxsize=None)
+def _unet(seed: int) -> Any:
+    torch.manual_seed(seed)
+    made = diffusers.UNet2DConditionModel(
+        block_out_channels=(64, 128), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), sample_size=16, layers_per_block=1, norm_num_groups=8,
+        cross_attention_dim=64, attention_head_dim=32,
+    )  # fmt: skip
+    return made.to(HALF).eval()
+
+
+SIZE = sum(p.nbytes for p in _unet(0).parameters())
+
+
+class Other(nn.Module):
+    """A text encoder or a VAE: what makes the UNet leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64).to(HALF)
+
+    @property
+    def device(self) -> torch.device:
+        return self.layer.weight.device
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Running:
+    """The host on a card, and a twin of its UNet."""
+
+    def __init__(self, host: Host, card: Card) -> None:
+        self.host, self.card = host, card
+        self.devices = host.sd_offload.devices
+        self.load(0)
+
+    def load(self, seed: int) -> None:
+        self.twin = models.copied(_unet(seed))
+        torch.manual_seed(9)
+        encoder = Other()
+        self.encoder = copy.deepcopy(encoder)
+        info = SimpleNamespace(name=f"tiny-{seed}")
+        pipe = SimpleNamespace(unet=models.copied(_unet(seed)), text_encoder=encoder, sd_checkpoint_info=info)
+        self.host.sd_models.reload_model_weights(lambda: pipe)
+
+    @property
+    def unet(self) -> Any:
+        return self.host.modeldata.model_data.sd_model.unet
+
+    def picture(self, steps: int = 4, seed: int = 1, multiplier: float = 0.0) -> float:
+        """Make an image; how far its latent is from one of the twin."""
+        lora, device = self.host.processing.lora, self.devices.device
+        job: dict[str, Any] = {"width": 16, "height": 16, "steps": steps, "seed": seed}
+        found = self.host.picture(network=network(self.twin), multiplier=multiplier, **job)
+        assert not self.card.faults
+        self.devices.device = torch.device("cpu")
+        try:
+            lora.network_activate(self.twin, network(self.twin), multiplier)
+        finally:
+            self.devices.device = device
+        generator = torch.Generator().manual_seed(seed)
+        latent = torch.randn(1, 4, 16, 16, generator=generator).to(HALF)
+        with torch.no_grad():
+            context = self.encoder(torch.randn(2, 7, 64, generator=generator).to(HALF))
+            for step in range(steps):
+                t = torch.tensor(900 - 200 * step)
+                noise = self.twin(torch.cat([latent, latent]), t, encoder_hidden_states=context, return_dict=False)[0]
+                uncond, cond = noise.chunk(2)
+                latent = latent - 0.1 * (uncond + 3.0 * (cond - uncond))
+        return relative_error([found], [latent])
+
+    @property
+    def away(self) -> int:
+        """How many parameters are in system memory while the UNet is on the GPU."""
+        return sum(p.device.type == "cpu" for p in self.unet.parameters()) if self.unet.device.type == "cuda" else 0
+
+    def counter(self, name: str) -> int:
+        return int(self.host.session.report.counter(name))
+
+
+@pytest.fixture
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """A card with room for so many UNets."""
+    eight_bit_kernels.available(monkeypatch)
+    monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
+    monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
+    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device: [True] * len(products))
+    small_reserves(monkeypatch, SIZE)
+    monkeypatch.setattr(digest, "COLUMNS", 5)
+    monkeypatch.setattr(system_memory, "available_bytes", lambda: 8 << 30)
+    room, release = request.param
+    monkeypatch.setattr(weights_resident, "BATCH_BYTES", SIZE // 30)
+    with pretended_card(monkeypatch, int(room * SIZE)) as card:
+        eight_bit_kernels.without_memory(monkeypatch, card)
+        for host in hosted(monkeypatch, release):
+            host.opts.sfast_triton, host.opts.sfast_eight_bits, host.opts.sfast_tolerance = False, True, 0.1
+            host.opts.diffusers_offload_mode = "balanced"
+            host.opts.diffusers_offload_min_gpu_memory = 0
+            found = Running(host, card)
+            found.devices.device = GPU
+            found.load(0)
+            yield found
+            assert not host.shared.warnings
+    health.clear()
+
+
+BOTH = pytest.mark.parametrize("on", [(1.9, "july"), (1.9, "august")], indirect=True)
+
+
+@BOTH
+def test_weights_in_8_bits_move(on: Running) -> None:
+    for _ in range(2):
+        assert on.picture(steps=4) < 0.06
+    assert on.away > 20 and on.counter("replays") > 5, on.host.reasons()
+    told = accelerator_of(on.unet).status()["eight_bits"]
+    assert told["layers"] > 10 and told["reason"] is None
+    assert on.counter("errors") == 0 and on.counter("captures") == 1
+
+
+@BOTH
+def test_a_lora_is_followed_at_its_step(on: Running) -> None:
+    for _ in range(4):
+        on.picture()
+    for multiplier in (1.0, -1.0, 0.0, 2.0):
+        assert on.picture(2, multiplier=multiplier) < 0.1
+        assert on.picture(2, multiplier=multiplier) < 0.1
+        assert on.away > 20
+    assert on.counter("errors") == 0 and on.counter("captures") == 1
+
+
+def in_8_bits(on: Running) -> None:
+    away = []
+    for _ in range(3):
+        # in its eleventh step a plan is compared, and half-precision weights are back at its end
+        assert on.picture() < 0.06
+        away.append(on.away)
+    assert sorted(away)[1] > 20
+
+
+@BOTH
+def test_off_on_and_another_checkpoint(on: Running) -> None:
+    for seed in (0, 1):
+        in_8_bits(on)
+        on.host.opts.sfast_eight_bits = False
+        assert on.picture() < 0.02 and on.away == 0
+        assert accelerator_of(on.unet).status()["eight_bits"]["bytes"] == 0
+        on.host.opts.sfast_eight_bits = True
+        in_8_bits(on)
+        on.load(seed + 1)
+    on.host.opts.sfast_enabled = False
+    assert on.picture() < 1e-3 and on.away == 0 and on.counter("errors") == 0
