@@ -78,7 +78,7 @@ def match(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> ConvCandidat
     pixels = images * height * width
     if columns % COLUMNS or channels % DEPTH or pixels < MIN_PIXELS:
         return None
-    if not conv2d8.profitable(pixels, columns, 9 * channels, ctx.device):
+    if not conv2d8.profitable(pixels, columns, 9 * channels, ctx.device, stride):
         return None
     return ConvCandidate(conv, norm, stride)
 

@@ -45,7 +45,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sums of codes that nobody stores", "kernels/eight_bits/quantise_weights.py",
-        "(2, count) if entry.weight.dim() == 4 else (count,)", "scale.shape",
+        "(SCALES, count) if entry.weight.dim() == 4 else (count,)", "scale.shape",
         (_WEIGHTS + "test_weights_of_convolutions_as_they_lie_in_memory",),
     ),
     Mutation(
