@@ -59,7 +59,7 @@ def profitable(rows: int, columns: int, depth: int, device: torch.device, stride
     return rows * columns * depth >= MIN_PRODUCTS.get(card, MIN_PRODUCTS_ELSEWHERE)
 
 
-@kernel(reference, portable=True, cuda_sources=(mma_conv8.SOURCE, wgmma_conv8.SOURCE))
+@kernel(reference, portable=True, any_source=True, cuda_sources=(mma_conv8.SOURCE, *wgmma_conv8.SOURCES))
 def launch(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None,
     residual: Tensor | None = None, stride: int = 1, dtype: torch.dtype = torch.float16,

@@ -71,7 +71,7 @@ TILES = [
 
 def supported(device: torch.device) -> bool:
     """Whether the kernel can be used on a device."""
-    return not INTERPRETED and hopper(device) and SOURCE.supported(device)
+    return not INTERPRETED and hopper(device) and _SOURCE.supported(device)
 
 
 def accepts(
@@ -140,7 +140,7 @@ def conv2d(
     size = mma_conv8.size_of(x, columns, 1)
     out = torch.empty(size, dtype=dtype, device=x.device, memory_format=torch.channels_last)
     grid = min(_blocks(x, columns, chosen), _at_once(x, chosen)) * chosen.pair * chosen.split
-    launch_kernel(SOURCE, (grid,), out, x, x_scale, weight, weight_scale, bias, residual, **constants(chosen, dtype))
+    launch_kernel(_SOURCE, (grid,), out, x, x_scale, weight, weight_scale, bias, residual, **constants(chosen, dtype))
     return out
 
 
@@ -201,4 +201,5 @@ def _prepared(
 
 _NAMES = ("out", "x", "x_scale", "weight", "weight_scale", "bias", "residual")
 # a plan writes the weight too, so nothing is read before the wait
-SOURCE = nvrtc.Source("wgmma_conv8", _prepared, _NAMES, variants, hopper=True)
+_SOURCE = nvrtc.Source("wgmma_conv8", _prepared, _NAMES, variants, hopper=True)
+SOURCES = (_SOURCE,)

@@ -87,6 +87,24 @@ def test_tiles(h200):
             assert all(wgmma_conv8.constants(tile, torch.bfloat16) in ahead for tile in found)
 
 
+@pytest.mark.parametrize("refused", [None, "another stride"])
+def test_hoppers_kernel_goes_first_if_it_takes_them(monkeypatch, refused):
+    def made(by):
+        return lambda *given, **more: calls.append((by, given[4:6], more)) or given[0]
+
+    calls = []
+    monkeypatch.setattr(wgmma_conv8, "accepts", lambda *given: refused)
+    monkeypatch.setattr(mma_conv8, "accepts", lambda *given: None)
+    monkeypatch.setattr(wgmma_conv8, "conv2d", made("hopper"))
+    monkeypatch.setattr(mma_conv8, "conv2d", made("any"))
+    given = operands((1, 64, 5, 4), 16, torch.device("cpu"))
+    bias, residual = torch.randn(16).half(), torch.randn(1, 16, 5, 4).half().contiguous(memory_format=NHWC)
+    with triton_runtime.dry_run(torch.device("cpu")):
+        conv2d8.launch.function(*given, bias, residual)
+    assert {by for by, _, _ in calls} == {"any" if refused else "hopper"}
+    assert all(more[0] is bias and more[1] is residual for _, more, _ in calls)
+
+
 @pytest.fixture
 def hopper():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
