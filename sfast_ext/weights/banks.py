@@ -187,5 +187,6 @@ def total(banks: Iterable[Bank]) -> int:
 
 def _layout(shape: torch.Size) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     rows = torch.Size(shape[:1])
-    codes, scales = torch.Size((*rows, math.prod(shape[1:]))), torch.Size((_OF_CONVOLUTION, *rows)) if len(shape) == 4 else rows
+    codes = torch.Size((*rows, math.prod(shape[1:])))
+    scales = torch.Size((_OF_CONVOLUTION, *rows)) if len(shape) == 4 else rows
     return (codes, torch.int8), (scales, torch.float32), (rows, torch.int64)

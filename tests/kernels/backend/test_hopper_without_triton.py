@@ -87,7 +87,8 @@ def images_of_8_bits(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...
     x_scale, weight_scale = (torch.full((n,), scale, device=device) for n, scale in ((2, 0.025), (640, 3e-4)))
     x_scale = torch.stack([x_scale, x_scale.new_tensor([-127.0, -3.0])])
     weight_scale = torch.stack([weight_scale, *quantise_weights.sums_of_codes(weight)])
-    return x, x_scale, weight, weight_scale, *vectors(dtype, device, 1, 640), image(dtype, device, 2, 640, 64, 64), 1, dtype
+    residual = image(dtype, device, 2, 640, 64, 64)
+    return x, x_scale, weight, weight_scale, *vectors(dtype, device, 1, 640), residual, 1, dtype
 
 
 BOTH = "conv2d", "group_norm_normalise"

@@ -22,9 +22,11 @@ NHWC = torch.channels_last
 each_tile = pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile[:4])))
 
 
-@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.pair == 1], ids=lambda tile: "-".join(map(str, tile[:4])))
+@each_tile
 @half_dtype
 def test_it_compiles(tile, dtype):
+    if tile.pair > 1 and dtype == torch.bfloat16:
+        pytest.skip("pairs differ in the loads alone")
     given = wgmma_conv8.constants(tile, dtype)
     # with the sums of two tiles, a few addresses are laid aside once a tile
     registers, fixed = built("wgmma_conv8", given, 64 if tile.pingpong else 0)
@@ -140,7 +142,7 @@ def test_shapes(hopper, monkeypatch, shape, dtype, tile):
         target = target if of_residual is None else target + of_residual.cpu().double()
         out, around = poisoned(result, dtype, CUDA)
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", lambda *args, **kwargs: out)
+            patch.setattr(torch, "empty", lambda *args, out=out, **kwargs: out)
             y = wgmma_conv8.conv2d(*given, of_bias, of_residual, dtype, tile=tile)
         close(y, target, products, of_bias, of_residual)
         assert bool(around[:64].isnan().all() and around[-64:].isnan().all())
