@@ -45,6 +45,7 @@ class Tile(NamedTuple):
         pingpong: whether one warpgroup is in its epilogue while the other is in its mainloop.
         split: blocks that split K.
         pair: blocks that share the weight by multicast.
+        begin: of a launch.
         start: of a wave, and its end.
         step: of 128 of K.
     """
@@ -53,19 +54,20 @@ class Tile(NamedTuple):
     pingpong: bool
     split: int
     pair: int
+    begin: float
     start: float
     step: float
 
 
 TILES = [
-    Tile(160, True, 1, 1, 4.0, 0.400),
-    Tile(160, True, 1, 2, 4.0, 0.390),
-    Tile(160, False, 1, 1, 5.0, 0.410),
-    Tile(160, False, 1, 2, 5.0, 0.400),
-    Tile(80, False, 1, 1, 4.0, 0.245),
-    Tile(160, False, 2, 1, 8.0, 0.400),
-    Tile(80, False, 2, 1, 6.0, 0.245),
-    Tile(80, False, 4, 1, 8.0, 0.245),
+    Tile(160, True, 1, 1, 3.0, 1.0, 0.400),
+    Tile(160, True, 1, 2, 3.0, 1.0, 0.390),
+    Tile(160, False, 1, 1, 3.0, 2.0, 0.410),
+    Tile(160, False, 1, 2, 3.0, 2.0, 0.400),
+    Tile(80, False, 1, 1, 3.0, 1.0, 0.245),
+    Tile(160, False, 2, 1, 4.0, 4.0, 0.400),
+    Tile(80, False, 2, 1, 4.0, 3.0, 0.245),
+    Tile(80, False, 4, 1, 4.0, 4.0, 0.245),
 ]
 
 
@@ -103,8 +105,18 @@ def fits(x: Tensor, columns: int, tile: Tile) -> bool:
 
 def microseconds(x: Tensor, columns: int, tile: Tile) -> float:
     """The time by the model."""
-    waves = cdiv(_blocks(x, columns, tile), _at_once(x, tile))
-    return waves * (tile.start + tile.step * 9 * x.shape[1] / DEPTH / tile.split)
+    count = waves(x, columns, tile, multiprocessors(device_of(x)))
+    return tile.begin + count * (tile.start + tile.step * steps(x, tile))
+
+
+def waves(x: Tensor, columns: int, tile: Tile, multiprocessors: int) -> int:
+    """Of a grid that fills so many multiprocessors."""
+    return cdiv(_blocks(x, columns, tile), _clusters(tile, multiprocessors))
+
+
+def steps(x: Tensor, tile: Tile) -> float:
+    """Of 128 of K, of a tile."""
+    return 9 * x.shape[1] / DEPTH / tile.split
 
 
 def _blocks(x: Tensor, columns: int, tile: Tile) -> int:
@@ -117,8 +129,12 @@ def _tiles_down(x: Tensor) -> int:
 
 
 def _at_once(x: Tensor, tile: Tile) -> int:
+    return _clusters(tile, multiprocessors(device_of(x)))
+
+
+def _clusters(tile: Tile, count: int) -> int:
     """Clusters of a wave: not all GPCs have a multiple of four multiprocessors."""
-    size, count = tile.split * tile.pair, multiprocessors(device_of(x))
+    size = tile.split * tile.pair
     return max(1, count // size if size <= 2 else count * 15 // (16 * size))
 
 
