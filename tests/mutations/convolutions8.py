@@ -37,6 +37,10 @@ MUTATIONS = [
         (_HOPPER + "test_what_it_takes",),
     ),
     Mutation(
+        "vectors that 16 bytes do not divide", "kernels/eight_bits/wgmma_conv8.py", "any(each.data_ptr() % 16 for",
+        "any(each.data_ptr() % 2 for", (_HOPPER + "test_memory_that_it_refuses",),
+    ),
+    Mutation(
         "a convolution's weight that a plan writes, read early", "kernels/eight_bits/wgmma_conv8.py",
         "_NAMES, variants, hopper=True", '_NAMES, variants, ("weight",), hopper=True',
         ("kernels/backend/test_pdl.py::test_who_begins_early_waits",),

@@ -90,7 +90,9 @@ def accepts(
     columns, depth = weight.shape
     if stride != 1 or min(x.shape[2:]) < 2 or columns % FITTING or depth > MAX_DEPTH:
         return "another stride, a single row or column, or channels that do not fit"
-    return None if bias is None or bias.data_ptr() % 16 == 0 else "a bias that is not aligned to 16 bytes"
+    if any(each.data_ptr() % 16 for each in (weight_scale, bias) if each is not None):
+        return "scales or a bias that are not aligned to 16 bytes"
+    return None
 
 
 def tiles(x: Tensor, columns: int) -> list[Tile]:

@@ -72,6 +72,20 @@ def test_what_it_takes(h200, size, columns, stride, taken):
         assert taken or columns == 88 or size[1] == 96 or mma_conv8.accepts(*given[:5], None, stride, dtype) is None
 
 
+def test_memory_that_it_refuses(h200):
+    """Whole vectors come to shared memory by 16 bytes."""
+    x, x_scale, weight, weight_scale, bias, _ = (torch.zeros(t.shape, dtype=t.dtype) for t in shapes((1, 64, 3, 3), 80))
+    x = x.contiguous(memory_format=NHWC)
+    memory = torch.zeros(weight_scale.numel() + 4)
+    with triton_runtime.dry_run(GPU):
+        for apart, taken in ((0, True), (1, False), (2, False), (4, True)):
+            moved = memory[apart : apart + weight_scale.numel()].view(weight_scale.shape)
+            told = wgmma_conv8.accepts(x, x_scale, weight, moved, None, None, 1, torch.float16)
+            assert (told is None) == taken == (moved.data_ptr() % 16 == 0)
+            halves = torch.zeros(88, dtype=torch.float16)[2 * apart :][:80]
+            assert (wgmma_conv8.accepts(x, x_scale, weight, weight_scale, halves, None, 1, halves.dtype) is None) == taken
+
+
 def test_no_other_card_has_it(h200, monkeypatch):
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
         monkeypatch.setattr(triton_runtime, "capability", lambda device, capability=capability: capability)
