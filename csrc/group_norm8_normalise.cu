@@ -106,21 +106,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (weight) load<TYPE>(weight + channel, gamma);
     if (bias) load<TYPE>(bias + channel, beta);
     affine_of(gamma, beta, weight, mean_of, rstd_of, Groups(channel, width), addend, factor, offset);
+    if (first_part >= parts) continue;
+    float ends[2][PACK];
+#pragma unroll
+    for (int j = 0; j < PACK; ++j) ends[1][j] = -(ends[0][j] = float_of_bits(0x7f800000u));
 #pragma unroll 4
     for (int part = first_part; part < parts; part += down) {
-      float ends[2][PACK];
-      load<TYPE>(least + (long long)part * channels + channel, ends[0]);
-      load<TYPE>(largest + (long long)part * channels + channel, ends[1]);
+      float others[PACK];
+      load<TYPE>(least + (long long)part * channels + channel, others);
 #pragma unroll
-      for (int j = 0; j < PACK; ++j)
+      for (int j = 0; j < PACK; ++j) ends[0][j] = fminf(ends[0][j], others[j]);
+      load<TYPE>(largest + (long long)part * channels + channel, others);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float y = ends[i][j] * factor[j] + offset[j];
-          negative |= y < 0.f;
-          const unsigned bits = bits_of_float(y) & 0x7fffffffu;
-          top = larger(top, with_silu && y < 0.f && bits < 0x7f800000u ? 0u : bits);
-        }
+      for (int j = 0; j < PACK; ++j) ends[1][j] = fmaxf(ends[1][j], others[j]);
     }
+#pragma unroll
+    for (int j = 0; j < PACK; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float y = ends[i][j] * factor[j] + offset[j];
+        negative |= y < 0.f;
+        const unsigned bits = bits_of_float(y) & 0x7fffffffu;
+        top = larger(top, with_silu && y < 0.f && bits < 0x7f800000u ? 0u : bits);
+      }
   }
   top = largest_of_lanes<32>(top);
   negative = any_of_warp(negative);
