@@ -86,7 +86,7 @@ def row(channels: int, size: int, columns: int) -> dict[str, Any]:
         else:
             wrong[label(tile)] = error
     chosen = label(wgmma_conv8.tiles(q, columns)[0])
-    with torch.backends.cudnn.flags(benchmark=True, allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
         calls[CUDNN]()
         return {"shape": [channels, size, columns], "us": in_turns(calls), "chosen": chosen, "wrong": wrong}
 

@@ -5,9 +5,10 @@
 // products are nothing. So the zero times the sum of the weight's codes is taken off, of those taps alone that are inside
 // the image: there are nine cases, the middle and its borders. Sums are in int32, which is exact.
 //
-// Channels are a multiple of 64. If half of an image's last stage lies behind them, its products are left out.
+// Channels are a multiple of 64. If half of the last stage of a tap lies behind them, its products are left out.
 //
-// Compile-time parameters: WIDTH; PINGPONG; STAGES; PAIR; SPLIT: as in conv2d.cu; BF16.
+// Compile-time parameters: WIDTH; PINGPONG; STAGES; PAIR; SPLIT: as in conv2d.cu; TAIL, whether channels are no multiple
+// of 128; BF16.
 
 #define KIND 0
 #include "hopper.h"
@@ -179,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
         };
         products(0);
         products(1);
-        if (chunk * kBlockK + 64 < channels) {
+        if (!TAIL || chunk + 1 < chunks) {
           products(2);
           products(3);
         }

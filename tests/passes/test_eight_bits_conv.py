@@ -14,6 +14,7 @@ from sfast_ext.kernels.eight_bits import (
     add_group_norm8,
     cat_group_norm8,
     conv2d8,
+    gain,
     group_norm8,
     quantise_rows,
     quantise_weights,
@@ -319,6 +320,7 @@ def test_sizes_that_are_not_profitable_are_left_alone(monkeypatch: pytest.Monkey
 )
 def test_cards_on_which_it_pays(monkeypatch: pytest.MonkeyPatch, card: tuple[int, int], taken: bool) -> None:
     monkeypatch.setattr(conv2d8, "capability", lambda device: card)
+    monkeypatch.setattr(gain, "rates", lambda device: gain.Rates(5e8, 1e9, 4.9e6))
     cuda = torch.device("cuda")
     assert conv2d8.profitable(8192, 640, 9 * 640, cuda) == taken
     # Hopper's instructions are for stride 1, and for tiles of 80 channels

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from sfast_ext.kernels.backend.registry import kernel, require
 from sfast_ext.kernels.backend.triton_runtime import capability, device_of, is_dry_run
-from sfast_ext.kernels.eight_bits import choice8, mma_conv8, wgmma_conv8
+from sfast_ext.kernels.eight_bits import choice8, gain, mma_conv8, wgmma_conv8
 
 _choice = choice8.choices("conv2d, 8 bits")
-MIN_PRODUCTS = {(8, 0): 10**9, (9, 0): 10**9}
+MIN_PRODUCTS = {(8, 0): 10**9}
 """By compute capability: with fewer multiplications, a convolution in 8 bits takes as long as one in half precision."""
 MIN_PRODUCTS_ELSEWHERE = 10**8
 """GeForce cards take four times as long for products in half precision with exact sums."""
@@ -54,8 +54,9 @@ def profitable(rows: int, columns: int, depth: int, device: torch.device, stride
     if device.type != "cuda":
         return True
     card = capability(device)
-    if card == HOPPER and (stride != 1 or columns % wgmma_conv8.FITTING):
-        return False
+    if card == HOPPER:
+        fits = stride == 1 and columns % wgmma_conv8.FITTING == 0
+        return fits and gain.convolution_pays(gain.Product(rows, columns, depth), device)
     return rows * columns * depth >= MIN_PRODUCTS.get(card, MIN_PRODUCTS_ELSEWHERE)
 
 
