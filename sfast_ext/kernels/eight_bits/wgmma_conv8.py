@@ -157,7 +157,8 @@ def conv2d(
     size = mma_conv8.size_of(x, columns, 1)
     out = torch.empty(size, dtype=dtype, device=x.device, memory_format=torch.channels_last)
     grid = min(_blocks(x, columns, chosen), _at_once(x, chosen)) * chosen.pair * chosen.split
-    launch_kernel(_SOURCE, (grid,), out, x, x_scale, weight, weight_scale, bias, residual, **constants(chosen, dtype, x.shape[1]))
+    operands = out, x, x_scale, weight, weight_scale, bias, residual
+    launch_kernel(_SOURCE, (grid,), *operands, **constants(chosen, dtype, x.shape[1]))
     return out
 
 
