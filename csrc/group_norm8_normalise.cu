@@ -69,6 +69,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   Access loaded[EACH], gamma = Access(), beta = Access();
   load_pixels(mine, begin + lane, lanes, end, loaded);
 
+  // a thread has some channels, of every `down`-th part
+  const int all = channels / PACK, down = (int)blockDim.x >= 2 * all ? blockDim.x / all : 1;
+  const int first_part = down > 1 ? threadIdx.x / all : 0, first_pack = threadIdx.x - first_part * all;
+  const In* const least = extremes + (long long)blockIdx.z * parts * channels;
+  const In* const largest = least + (long long)gridDim.z * parts * channels;
+  float ends[2][PACK];
+  auto compare = [&](int channel) {  // of the thread's parts
+#pragma unroll
+    for (int j = 0; j < PACK; ++j) ends[1][j] = -(ends[0][j] = float_of_bits(0x7f800000u));
+#pragma unroll 4
+    for (int part = first_part; part < parts; part += down) {
+      float others[PACK];
+      load<TYPE>(least + (long long)part * channels + channel, others);
+#pragma unroll
+      for (int j = 0; j < PACK; ++j) ends[0][j] = fminf(ends[0][j], others[j]);
+      load<TYPE>(largest + (long long)part * channels + channel, others);
+#pragma unroll
+      for (int j = 0; j < PACK; ++j) ends[1][j] = fmaxf(ends[1][j], others[j]);
+    }
+  };
+  const bool compares = first_part < down && first_part < parts && first_pack < all;
+  if (compares) compare(first_pack * PACK);  // nor does this
+
   const float* const means = partial + (long long)blockIdx.z * parts * groups;
   const float* const m2s = means + (long long)gridDim.z * parts * groups;
   // of all groups, as moments_of of one: a lane has a group, a warp some of the parts
@@ -92,35 +115,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     __syncthreads();
   }
 
-  // a thread has some channels, of every `down`-th part
-  const int all = channels / PACK, down = (int)blockDim.x >= 2 * all ? blockDim.x / all : 1;
-  const int first_part = down > 1 ? threadIdx.x / all : 0;
-  const In* const least = extremes + (long long)blockIdx.z * parts * channels;
-  const In* const largest = least + (long long)gridDim.z * parts * channels;
   unsigned top = 0;  // the largest magnitude; with SiLU, of what is not negative, or infinite
   bool negative = false;
-  for (int at = threadIdx.x - first_part * all; first_part < down && at < all; at += down > 1 ? all : blockDim.x) {
+  for (int at = first_pack; compares && at < all; at += down > 1 ? all : blockDim.x) {
     const int channel = at * PACK;
+    if (at != first_pack) compare(channel);
     float factor[PACK], offset[PACK], addend[PACK] = {};
     if (shift) load<TYPE>(shift + (long long)blockIdx.z * shift_stride + channel, addend);
     if (weight) load<TYPE>(weight + channel, gamma);
     if (bias) load<TYPE>(bias + channel, beta);
     affine_of(gamma, beta, weight, mean_of, rstd_of, Groups(channel, width), addend, factor, offset);
-#pragma unroll 4
-    for (int part = first_part; part < parts; part += down) {
-      float ends[2][PACK];
-      load<TYPE>(least + (long long)part * channels + channel, ends[0]);
-      load<TYPE>(largest + (long long)part * channels + channel, ends[1]);
 #pragma unroll
-      for (int j = 0; j < PACK; ++j)
+    for (int j = 0; j < PACK; ++j)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float y = ends[i][j] * factor[j] + offset[j];
-          negative |= y < 0.f;
-          const unsigned bits = bits_of_float(y) & 0x7fffffffu;
-          top = larger(top, with_silu && y < 0.f && bits < 0x7f800000u ? 0u : bits);
-        }
-    }
+      for (int i = 0; i < 2; ++i) {
+        const float y = ends[i][j] * factor[j] + offset[j];
+        negative |= y < 0.f;
+        const unsigned bits = bits_of_float(y) & 0x7fffffffu;
+        top = larger(top, with_silu && y < 0.f && bits < 0x7f800000u ? 0u : bits);
+      }
   }
   top = largest_of_lanes<32>(top);
   negative = any_of_warp(negative);

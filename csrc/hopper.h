@@ -134,6 +134,13 @@ __device__ __forceinline__ void tma_load_multicast(u32 elected, u32 to, const Te
       : "memory");
 }
 
+// Bulk copy to shared memory; addresses and bytes are multiples of 16.
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // TMA store of a 2D box.
 __device__ __forceinline__ void tma_store(const TensorMap* map, u32 from, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
@@ -149,6 +156,18 @@ __device__ __forceinline__ void tma_store_wait() {
 // Loads a tensor map into the cache of the copy engine.
 __device__ __forceinline__ void prefetch(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ float2 load_two(u32 from) {
+  float2 two;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two.x), "=f"(two.y) : "r"(from) : "memory");
+  return two;
+}
+
+__device__ __forceinline__ u32 load_one(u32 from) {
+  u32 one;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(one) : "r"(from) : "memory");
+  return one;
 }
 
 // wgmma matrix descriptor: rows of 128 bytes with 128-byte swizzle, groups of eight rows contiguous. The layout is one

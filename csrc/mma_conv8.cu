@@ -13,7 +13,7 @@
 #include "mma_gemm.h"
 
 // out, residual: rows of `columns`, one a pixel; b: rows of `depth` operands; scales: of each image, then the zeros of
-// each, whole numbers; column_scales: of each row of b, then the sum of its codes. All tensors are aligned to 16 bytes; channels are a
+// each, whole numbers; column_scales: of each row of b, then the sum of its codes, and others. All tensors are aligned to 16 bytes; channels are a
 // multiple of 64 SLICES, columns of 8. height, width: of the result, `stride` times as many in the image (rounded up).
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     mma_conv8(Element* out, const Operand* __restrict__ a, const float* __restrict__ scales,

@@ -30,8 +30,8 @@ struct Table {
   Word weights[ENTRIES], rows[ENTRIES], scales[ENTRIES], digests[ENTRIES];
   int first[ENTRIES + 1], strides[ENTRIES];
   unsigned short columns[ENTRIES], groups[ENTRIES];
-  // a bit for each weight: rows are read and written by whole accesses; the sums of the codes of its rows, in float32,
-  // are stored behind all of its scales
+  // a bit for each weight: rows are read and written by whole accesses; it is that of a 3x3 convolution, of which sums
+  // of the codes of its rows, in float32, are stored behind all of its scales
   int aligned[(ENTRIES + 31) / 32], summed[(ENTRIES + 31) / 32];
 };
 
@@ -96,8 +96,39 @@ __device__ __forceinline__ void values_of(const Row& row, int group, int column,
   if (group) rotate(values, group);
 }
 
-// Writes the codes of a row, its scale and, unless null, their sum, which float32 holds; all lanes of a warp come here.
-__device__ __noinline__ void quantise(Row row, int group, int lane, float* scale, float* sum_of_codes) {
+// Adds the codes of a lane to the sums of their taps, of so many channels each.
+__device__ __forceinline__ void add_to_taps(const float (&values)[8], const RowScale& found, int column, int channels,
+                                            float (&taps)[9]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float code = (signed char)(code_of(values[i], found.inverse) & found.mask);
+#pragma unroll
+    for (int tap = 0; tap < 9; ++tap) {
+      const bool here = column + i >= tap * channels && column + i < (tap + 1) * channels;
+      taps[tap] += here ? code : 0.f;
+    }
+  }
+}
+
+// Writes the sums of the codes of a row `apart` floats from each other: of all taps, then for each place at the border
+// of an image, row by row, of those that are inside; float32 holds them.
+__device__ __forceinline__ void store_sums(float (&taps)[9], int lane, float* to, int apart) {
+#pragma unroll
+  for (int tap = 0; tap < 9; ++tap) taps[tap] = sum_of_lanes<32>(taps[tap]);
+  if (lane >= 9) return;
+  float sum = 0.f;
+#pragma unroll
+  for (int tap = 0; tap < 9; ++tap) {
+    const bool outside = (lane < 3 && tap < 3) || (lane >= 6 && tap >= 6) || (lane % 3 == 0 && tap % 3 == 0) ||
+                         (lane % 3 == 2 && tap % 3 == 2);
+    sum += outside ? 0.f : taps[tap];
+  }
+  to[(long long)apart * (lane == 4 ? 0 : 1 + lane - (lane > 4))] = sum;
+}
+
+// Writes the codes of a row, its scale and, if it is a convolution's, sums of its codes, the first of them and all others
+// `apart` from what is in front; all lanes of a warp come here.
+__device__ __noinline__ void quantise(Row row, int group, int lane, float* scale, int apart) {
   float values[8];
   unsigned largest = 0;
   for (int start = 0; start < row.columns; start += 256) {
@@ -105,15 +136,12 @@ __device__ __noinline__ void quantise(Row row, int group, int lane, float* scale
     largest = largest_of(largest, values);
   }
   const RowScale found = row_scale(largest_of_lanes<32>(largest), unit_of(group));
-  float sum = 0.f;
+  float taps[9] = {};
   for (int start = 0; start < row.columns; start += 256) {
     const int column = start + 8 * lane;
     values_of(row, group, column, values);
     if (column >= row.columns) continue;
-    if (sum_of_codes) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum += (signed char)(code_of(values[i], found.inverse) & found.mask);
-    }
+    if (apart) add_to_taps(values, found, column, row.columns / 9, taps);
     if (row.aligned) {
       store_codes(row.out + column, values, found);
     } else {
@@ -123,9 +151,7 @@ __device__ __noinline__ void quantise(Row row, int group, int lane, float* scale
     }
   }
   if (lane == 0) *scale = found.scale;
-  if (!sum_of_codes) return;
-  sum = sum_of_lanes<32>(sum);
-  if (lane == 0) *sum_of_codes = sum;
+  if (apart) store_sums(taps, lane, scale + apart, apart);
 }
 
 // rows: of all weights of the table.
@@ -157,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     __syncwarp();
     float* const scale = reinterpret_cast<float*>(table.scales[entry]) + index;
     const bool summed = table.summed[entry / 32] >> (entry % 32) & 1;
-    quantise(row, group, lane, scale, summed ? scale + (table.first[entry + 1] - table.first[entry]) : nullptr);
+    quantise(row, group, lane, scale, summed ? table.first[entry + 1] - table.first[entry] : 0);
     __threadfence();
     __syncwarp();
     if (lane == 0) *digest = now;

@@ -31,30 +31,11 @@ constexpr int kBiases = 4 * WIDTH, kVectors = 6 * WIDTH;  // offset of the bias 
 constexpr int kWarpgroup = 1;                             // named barriers of the consumer warpgroups, 1 and 2
 static_assert(kOut % kChunk == 0 && kBuffer % 1024 == 0 && kPart % 1024 == 0, "swizzles begin at multiples of 1 KB");
 
-// Bulk copy to shared memory; addresses and bytes are multiples of 16.
-__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
 // What the results of two columns are scaled by, and what is added.
 struct Column {
   float2 scale;
   u32 bias;
 };
-
-__device__ __forceinline__ float2 load_two(u32 from) {
-  float2 two;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two.x), "=f"(two.y) : "r"(from) : "memory");
-  return two;
-}
-
-__device__ __forceinline__ u32 load_one(u32 from) {
-  u32 one;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(one) : "r"(from) : "memory");
-  return one;
-}
 
 // out: tensor map over (rows, columns), boxes of 64 by kChunk. x: over (rows, K), boxes of 128 by 128. weight: over
 // (kParts columns, K), boxes of WIDTH / 2 by 128. residual: as out, if EPILOGUE is 1. x_scale (rows), weight_scale

@@ -39,7 +39,7 @@ def row(channels: int, size: int, columns: int) -> dict[str, Any]:
     y = group_norm.launch(*of_norm)
     q, scale = group_norm8.launch(*of_norm)
     rows, row_scales = quantise_rows.launch(quantise_weights.matrix(weight))
-    row_scales = torch.stack([row_scales, rows.sum(-1, dtype=torch.float32)])
+    row_scales = torch.stack([row_scales, *quantise_weights.sums_of_codes(rows)])
     exact = F.silu(F.group_norm(x.float(), 32, *(v.float() for v in vectors)))
     target = F.conv2d(exact, weight.float(), bias.float(), padding=1) + residual.float()
     given = q, scale, rows, row_scales, bias, residual, 1, torch.float16

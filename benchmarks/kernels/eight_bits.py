@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.kernels.case import Case, Operands, case
+from sfast_ext.kernels.eight_bits import quantise_weights
 
 Shape = tuple[int, int, int]
 
@@ -34,7 +35,7 @@ def convolutions(shapes: Iterable[tuple[int, int, int]], o: Operands) -> Iterato
         x = torch.randint(-127, 128, (2, channels, size, size), dtype=torch.int8, device=o.device)
         x = x.contiguous(memory_format=torch.channels_last)
         x_scale = torch.stack([x_scale, torch.tensor([-127.0, 3.0], device=o.device)])
-        weight_scale = torch.stack([weight_scale, weight.sum(-1, dtype=torch.float32)])
+        weight_scale = torch.stack([weight_scale, *quantise_weights.sums_of_codes(weight)])
         tensors = [x, x_scale, weight, weight_scale, o.randn(columns), o.image(columns, size)]
         options = {"dtype": o.dtype}
         yield case("conv2d8", f"2x{channels}x{size}x{size}x{columns}", _torch_conv2d8, tensors, options)

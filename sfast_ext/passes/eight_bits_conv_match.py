@@ -87,7 +87,7 @@ def match(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> ConvCandidat
         return None
     if ctx.eight_bits is not None and ctx.eight_bits.resident:
         return ConvCandidate(conv, norm, stride)
-    if pixels < MIN_PIXELS or not conv2d8.profitable(pixels, columns, 9 * channels, ctx.device):
+    if pixels < MIN_PIXELS or not conv2d8.profitable(pixels, columns, 9 * channels, ctx.device, stride):
         return None
     return ConvCandidate(conv, norm, stride)
 

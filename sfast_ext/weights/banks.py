@@ -23,6 +23,8 @@ import torch
 from sfast_ext.weights.aside import Aside
 from sfast_ext.weights.weight import Weight
 
+_OF_CONVOLUTION = 10  # rows of scales and sums, as of kernels.eight_bits.quantise_weights.SCALES
+
 
 @dataclass(eq=False)
 class Bank:
@@ -32,7 +34,7 @@ class Bank:
         weight: what it is made of.
         group: so many neighbours of a row are rotated, 0: none.
         rows: (N, K) in int8; of a convolution's weight (N, C, H, W) K is H W C, in this order.
-        scales: (N,) in float32; of a convolution's weight (2, N), the second the sum of the codes of each row.
+        scales: (N,) in float32; of a convolution's weight (10, N), all but the first sums of the codes of each row.
         digests: (N,) in int64, of the rows of the weight that `rows` were made of; 0: of none.
         sources: of a resident bank, the parameters that it is made of, each with its first row.
         ready: whether it has values, if it is resident.
@@ -185,5 +187,6 @@ def total(banks: Iterable[Bank]) -> int:
 
 def _layout(shape: torch.Size) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     rows = torch.Size(shape[:1])
-    codes, scales = torch.Size((*rows, math.prod(shape[1:]))), torch.Size((2, *rows)) if len(shape) == 4 else rows
+    codes = torch.Size((*rows, math.prod(shape[1:])))
+    scales = torch.Size((_OF_CONVOLUTION, *rows)) if len(shape) == 4 else rows
     return (codes, torch.int8), (scales, torch.float32), (rows, torch.int64)

@@ -112,7 +112,8 @@ def as_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         assert block[1:] == (1, 1) and stream == 0
         assert compiled(source.name, tuple(sorted(constants)))(table, (ctypes.c_uint * 3)(*grid), block[0], shared) == 0
 
-    portable = {source.name for kernel in registered().values() if kernel.portable for source in kernel.cuda_sources}
+    sources = (source for kernel in registered().values() if kernel.portable for source in kernel.cuda_sources)
+    portable = {source.name for source in sources if not source.hopper}
     driver = SimpleNamespace(cuLaunchKernel=launched)
     monkeypatch.setattr(nvrtc, "loaded_driver", lambda: driver)
     monkeypatch.setattr(nvrtc.Source, "_function", lambda source, index, constants: (source, constants.items()))

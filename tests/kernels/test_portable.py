@@ -50,7 +50,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 RECORDS = [kernel for kernel in kernels.registered().values() if kernel.portable]
-PORTABLE = {source.name for kernel in RECORDS for source in kernel.cuda_sources}
+PORTABLE = {source.name for kernel in RECORDS for source in kernel.cuda_sources if not source.hopper}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 ROWS = [(63, 30), (3, 7, 320), (5, 1000), (2, 3, 1280), (77,)]
 
@@ -401,7 +401,7 @@ def test_one_that_does_not_compile_is_named(launched, launches, monkeypatch):
         "cat_group_norm8": lambda: cat_group_norm8.launch(x.half(), None, None, x.half(), 2, None, None, 1e-5),
         "conv2d8": lambda: conv2d8.launch(
             image((1, 64, 2, 2), torch.float16).to(torch.int8), torch.ones(2, 1), torch.ones(8, 576).to(torch.int8),
-            torch.ones(2, 8),
+            torch.ones(10, 8),
         ),
         "bias_add": lambda: bias_add.launch(x, None, x),
         "upsample": lambda: upsample.launch(x, (4, 4), (0.5, 0.5)),

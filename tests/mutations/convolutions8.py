@@ -16,7 +16,40 @@ _BEHIND = (_PASS + "test_a_convolution_behind_a_norm",)
 _MATCH = "passes/eight_bits_conv_match.py"
 _CONV = "passes/eight_bits_conv.py"
 
+_HOPPER = "kernels/eight_bits/test_wgmma_conv8.py::"
+
 MUTATIONS = [
+    Mutation(
+        "convolutions of 8 bits that Hopper's kernel does not take", "kernels/eight_bits/conv2d8.py",
+        "if wgmma_conv8.accepts(*operands) is None:", "if True:",
+        (_HOPPER + "test_hoppers_kernel_goes_first_if_it_takes_them",),
+    ),
+    Mutation(
+        "strides of Hopper's convolution of 8 bits", "kernels/eight_bits/wgmma_conv8.py", "stride != 1 or", "",
+        (_HOPPER + "test_what_it_takes",),
+    ),
+    Mutation(
+        "pixels at two borders of an image", "kernels/eight_bits/wgmma_conv8.py", "min(x.shape[2:]) < 2 or", "",
+        (_HOPPER + "test_what_it_takes",),
+    ),
+    Mutation(
+        "sums of codes beyond float32's integers", "kernels/eight_bits/wgmma_conv8.py", "or depth > MAX_DEPTH", "",
+        (_HOPPER + "test_what_it_takes",),
+    ),
+    Mutation(
+        "vectors that 16 bytes do not divide", "kernels/eight_bits/wgmma_conv8.py", "any(each.data_ptr() % 16 for",
+        "any(each.data_ptr() % 2 for", (_HOPPER + "test_memory_that_it_refuses",),
+    ),
+    Mutation(
+        "a convolution's weight that a plan writes, read early", "kernels/eight_bits/wgmma_conv8.py",
+        "_NAMES, variants, hopper=True", '_NAMES, variants, ("weight",), hopper=True',
+        ("kernels/backend/test_pdl.py::test_who_begins_early_waits",),
+    ),
+    Mutation(
+        "sums of codes of convolutions that are not 3x3", "kernels/eight_bits/quantise_weights.py",
+        "entry.weight.dim() == 4 and entry.weight.shape[2:] != (3, 3)", "False",
+        (_WEIGHTS + "test_weights_of_convolutions_as_they_lie_in_memory",),
+    ),
     Mutation(
         "sums of a convolution beyond int32", "kernels/eight_bits/mma_conv8.py", "or depth > MAX_DEPTH", "",
         (_KERNEL + "test_extreme_values_of_the_deepest_image",),
@@ -45,7 +78,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sums of codes that nobody stores", "kernels/eight_bits/quantise_weights.py",
-        "(2, count) if entry.weight.dim() == 4 else (count,)", "scale.shape",
+        "(SCALES, count) if entry.weight.dim() == 4 else (count,)", "scale.shape",
         (_WEIGHTS + "test_weights_of_convolutions_as_they_lie_in_memory",),
     ),
     Mutation(

@@ -14,6 +14,7 @@ from sfast_ext.kernels.eight_bits import (
     add_group_norm8,
     cat_group_norm8,
     conv2d8,
+    gain,
     group_norm8,
     quantise_rows,
     quantise_weights,
@@ -315,12 +316,16 @@ def test_sizes_that_are_not_profitable_are_left_alone(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("card", "taken"),
-    [((7, 5), True), ((8, 0), True), ((8, 6), True), ((8, 9), True), ((9, 0), False), ((12, 0), True)],
+    [((7, 5), True), ((8, 0), True), ((8, 6), True), ((8, 9), True), ((9, 0), True), ((12, 0), True)],
 )
 def test_cards_on_which_it_pays(monkeypatch: pytest.MonkeyPatch, card: tuple[int, int], taken: bool) -> None:
     monkeypatch.setattr(conv2d8, "capability", lambda device: card)
+    monkeypatch.setattr(gain, "rates", lambda device: gain.Rates(5e8, 1e9, 4.9e6))
     cuda = torch.device("cuda")
     assert conv2d8.profitable(8192, 640, 9 * 640, cuda) == taken
+    # Hopper's instructions are for stride 1, and for tiles of 80 channels
+    for other in ((8192, 640, 5760, cuda, 2), (8192, 672, 5760, cuda, 1)):
+        assert conv2d8.profitable(*other) == (card[0] != 9)
     assert not conv2d8.profitable(256, 32, 9 * 64, cuda) and conv2d8.profitable(1, 1, 1, torch.device("cpu"))
 
 
@@ -402,7 +407,7 @@ def test_the_selection_of_another_plan_is_kept_to() -> None:
 
 
 def test_too_little_room_for_the_second_copy() -> None:
-    needed = 9 * C * C + C * 16
+    needed = 9 * C * C + C * 48
     for room, layers in ((needed - 1, 0), (needed, 1)):
         on = traced(Wrapped(plain), IMAGE)
         on.ctx.eight_bits.room = room

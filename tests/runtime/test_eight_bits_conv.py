@@ -84,7 +84,7 @@ def test_convolutions_are_layers_of_the_report() -> None:
     told = on.status()
     assert told["layers"] == LAYERS and told["kept"] == [] and told["reason"] is None
     # a byte for each value, and 16 for each row
-    assert told["bytes"] == LAYERS * (9 * C * C + 16 * C)
+    assert told["bytes"] == LAYERS * (9 * C * C + 48 * C)
     (plan,) = on.acc.plans.values()
     assert plan.fused["eight_bits_conv"] == LAYERS and plan.fused["eight_bits"] == 0
     off = On(OFF)
@@ -130,7 +130,7 @@ def test_sizes_share_the_second_copies() -> None:
     for size in (12, 16, 18):
         on.error(size)
         assert on.error(size) < 0.04
-    assert len(on.acc.plans) == 3 and on.status()["bytes"] == LAYERS * (9 * C * C + 16 * C)
+    assert len(on.acc.plans) == 3 and on.status()["bytes"] == LAYERS * (9 * C * C + 48 * C)
 
 
 def test_memory_that_is_given_back_and_filled_again() -> None:

@@ -44,7 +44,7 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # all layers, whatever is faster on this card
-    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device: [True] * len(products))
+    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device, written=False: [True] * len(products))
     device = torch.device("cuda", torch.cuda.current_device())
     if eight_bits.unsupported(device, {torch.float16}) is not None:
         pytest.skip("this GPU has no products of 8-bit integers")

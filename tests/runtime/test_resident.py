@@ -41,7 +41,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
     monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
-    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device: [True] * len(products))
+    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device, written=False: [True] * len(products))
     with pretended_card(monkeypatch, 64 * MB) as found:
         yield found
         assert not found.faults

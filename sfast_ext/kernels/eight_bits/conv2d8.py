@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from sfast_ext.kernels.backend.registry import kernel, require
 from sfast_ext.kernels.backend.triton_runtime import capability, device_of, is_dry_run
-from sfast_ext.kernels.eight_bits import choice8, mma_conv8
+from sfast_ext.kernels.eight_bits import choice8, gain, mma_conv8, wgmma_conv8
 
 _choice = choice8.choices("conv2d, 8 bits")
 MIN_PRODUCTS = {(8, 0): 10**9}
@@ -18,7 +18,7 @@ MIN_PRODUCTS = {(8, 0): 10**9}
 MIN_PRODUCTS_ELSEWHERE = 10**8
 """GeForce cards take four times as long for products in half precision with exact sums."""
 HOPPER = (9, 0)
-"""There `conv2d` has Hopper's instructions, and adds the residual and the statistics of the next norm."""
+"""There `conv2d` has Hopper's instructions, as `wgmma_conv8` has, and `mma_conv8` has not."""
 
 
 def reference(
@@ -26,7 +26,7 @@ def reference(
     residual: Tensor | None = None, stride: int = 1, dtype: torch.dtype = torch.float16,
 ) -> Tensor:  # fmt: skip
     """x (N, C, H, W) and weight (K, 9 C), of nine taps row by row, in int8; x_scale (2, N), scales and zeros as of
-    `group_norm8`, and weight_scale (2, K), of which the second row is not read here, in float32; bias (K), residual
+    `group_norm8`, and weight_scale (10, K), of which only the first row is read here, in float32; bias (K), residual
     (N, K, H / stride, W / stride), rounded up -> the same: scale * weight_scale * conv2d(x - zero, weight) + bias +
     residual, with padding 1, rounded once to dtype.
 
@@ -44,7 +44,7 @@ def reference(
     return y.to(dtype).contiguous(memory_format=torch.channels_last)
 
 
-def profitable(rows: int, columns: int, depth: int, device: torch.device) -> bool:
+def profitable(rows: int, columns: int, depth: int, device: torch.device, stride: int = 1) -> bool:
     """Whether a convolution is faster in 8 bits. On a CPU it counts as such.
 
     Args:
@@ -54,22 +54,27 @@ def profitable(rows: int, columns: int, depth: int, device: torch.device) -> boo
     if device.type != "cuda":
         return True
     card = capability(device)
-    return card != HOPPER and rows * columns * depth >= MIN_PRODUCTS.get(card, MIN_PRODUCTS_ELSEWHERE)
+    if card == HOPPER:
+        fits = stride == 1 and columns % wgmma_conv8.FITTING == 0
+        return fits and gain.convolution_pays(gain.Product(rows, columns, depth), device)
+    return rows * columns * depth >= MIN_PRODUCTS.get(card, MIN_PRODUCTS_ELSEWHERE)
 
 
-@kernel(reference, portable=True, cuda_sources=(mma_conv8.SOURCE,))
+@kernel(reference, portable=True, any_source=True, cuda_sources=(mma_conv8.SOURCE, *wgmma_conv8.SOURCES))
 def launch(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None,
     residual: Tensor | None = None, stride: int = 1, dtype: torch.dtype = torch.float16,
 ) -> Tensor:  # fmt: skip
-    """`reference` by `mma_conv8`. x and residual are made channels last; C a multiple of 64, K of 8; the rest is
-    contiguous, bias and residual in dtype, which is float16 or bfloat16. The second row of weight_scale has the sums
-    of the codes of the weight's rows."""
+    """`reference`, by `wgmma_conv8` on Hopper if that takes the operands, else by `mma_conv8`. x and residual are made
+    channels last; C a multiple of 64, K of 8; the rest is contiguous, bias and residual in dtype, which is float16 or
+    bfloat16. Behind its first row weight_scale has the sums of the codes of the weight's rows (`sums_of_codes`)."""
     layout = torch.channels_last
     if not is_dry_run() and x.dim() == 4:
         x = x.contiguous(memory_format=layout)
         residual = None if residual is None or residual.dim() != 4 else residual.contiguous(memory_format=layout)
     operands = (x, x_scale, weight, weight_scale, bias, residual, stride, dtype)
+    if wgmma_conv8.accepts(*operands) is None:
+        return wgmma_conv8.conv2d(x, x_scale, weight, weight_scale, bias, residual, dtype)
     require(mma_conv8.accepts(*operands))
     images, columns, height, width = mma_conv8.size_of(x, weight.shape[0], stride)
     tiles = mma_conv8.tiles(images * height * width, columns, x.shape[1], device_of(x))

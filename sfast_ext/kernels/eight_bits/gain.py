@@ -43,6 +43,9 @@ _REACHED = 0.75
 """Of the rate, by large products of either kind."""
 _LAUNCH = 2.5
 """Microseconds of one more kernel in a CUDA graph."""
+_OF_NORM = 6.0
+"""Microseconds by which a group norm takes longer that writes 8 bits, on Hopper, where it otherwise has its statistics
+from the convolution in front of it: 3 to 6 (benchmarks/results/hopper-conv8-h200.json)."""
 _MARGIN = 1.1
 """By which what is saved must exceed the costs."""
 _CLOCK, _BANDWIDTH = 1.5, 300.0
@@ -110,6 +113,12 @@ def saved(product: Product, on: Rates) -> float:
     of_weight = product.columns * product.depth
     faster = product.rows * of_weight * (1 / on.half - 1 / on.eight) / _REACHED
     return faster - 2 * of_weight / on.bandwidth - product.fused
+
+
+def convolution_pays(product: Product, device: torch.device) -> bool:
+    """Whether a 3x3 convolution on Hopper is worth computing in 8 bits, with the norm that writes its input."""
+    on = rates(device)
+    return on is not None and saved(product, on) > _OF_NORM
 
 
 def input_cost(rows: int, depth: int, by_norm: bool, device: torch.device, on: Rates) -> float:

@@ -21,6 +21,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
 )
 from sfast_ext.kernels.eight_bits import MIN_CAPABILITY, mma8_tiles, mma_gemm8
 from sfast_ext.kernels.eight_bits.mma8_tiles import DEPTH
+from sfast_ext.kernels.eight_bits.quantise_weights import SCALES
 from sfast_ext.kernels.linear import mma_gemm
 from sfast_ext.kernels.linear.mma_gemm import PLAIN, RESIDUAL
 from sfast_ext.kernels.linear.mma_tiles import Tile
@@ -46,7 +47,7 @@ def accepts(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, residual: Tensor | None,
     stride: int, dtype: torch.dtype,
 ) -> str | None:  # fmt: skip
-    """Why `conv2d` does not take x (N, C, H, W), x_scale (2, N), weight (K, 9 C), weight_scale (2, K), bias (K) and
+    """Why `conv2d` does not take x (N, C, H, W), x_scale (2, N), weight (K, 9 C), weight_scale (10, K), bias (K) and
     residual, of the result's shape; None if it does: x, channels last, and weight in int8, scales in float32, the rest
     in `dtype`, which is float16 or bfloat16; C a multiple of 64, K of 8; stride 1 or 2."""
     has_kernels = not INTERPRETED and SOURCE.supported(device_of(x))
@@ -64,7 +65,7 @@ def _accepts_sizes(
     if not x.numel() or not columns or columns % 8 or x.shape[1] % DEPTH or depth > MAX_DEPTH:
         return f"output channels that are no multiple of 8, or channels that are no multiple of {DEPTH}, or too many"
     result = size_of(x, columns, stride)
-    if x_scale.shape != (2, x.shape[0]) or weight_scale.shape != (2, columns):
+    if x_scale.shape != (2, x.shape[0]) or weight_scale.shape != (SCALES, columns):
         return "scales of other shapes"
     if (bias is not None and bias.shape != (columns,)) or (residual is not None and residual.shape != result):
         return "a bias or a residual of another shape"

@@ -64,6 +64,15 @@ def matrix(weight: Tensor) -> Tensor:
     return weight.permute(0, 2, 3, 1).flatten(1) if weight.dim() == 4 else weight
 
 
+def sums_of_codes(q: Tensor) -> Tensor:
+    """Of the rows of a 3x3 convolution's codes (N, 9 C), (9, N) in float32: of all taps; then of those that are inside
+    an image of which the middle tap is at the border, for the eight places there are, row by row."""
+    taps = q.view(len(q), 3, 3, -1).sum(-1, dtype=torch.float32)
+    inside = slice(1, 3), slice(0, 3), slice(0, 2)
+    sums = [taps[:, rows, columns].sum((1, 2)) for rows in inside for columns in inside]
+    return torch.stack([sums.pop(4), *sums])
+
+
 def in_place(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, groups: Sequence[int]) -> list[Tensor]:
     """As `launch`, by PyTorch, which quantises all rows: without a branch, so that it can be recorded."""
     for weight, row, scale, digest, group in zip(map(matrix, weights), rows, scales, digests, groups, strict=True):
@@ -72,7 +81,7 @@ def in_place(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors,
         q, new_scale = quantise_rows.reference(weight, group)
         row.copy_(torch.where(changed[:, None], q, row))
         if scale.dim() == 2:
-            new_scale = torch.stack([new_scale, q.sum(-1, dtype=torch.float32)])
+            new_scale = torch.stack([new_scale, *sums_of_codes(q)])
         scale.copy_(torch.where(changed, new_scale, scale))
         digest.copy_(now)
     return list(rows)
@@ -86,6 +95,8 @@ ENTRIES = 88
 _KEYS = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 _STARTS = 0xA0761D6478BD642F, 0xE7037ED1A0B428DB
 _SEED = 0x8EBC6AF09C88C6E3
+SCALES = 10
+"""Rows of what a convolution's bank has in the place of scales: those, and `sums_of_codes`."""
 _WARPS = 8  # of a block
 _BLOCKS = 4  # of a multiprocessor, all of them at once on every card
 _ROWS = 4  # of a warp on a branch of a CUDA graph, whose blocks soon leave their place to those of the graph
@@ -199,7 +210,9 @@ def _accepts_entry(entry: _Entry) -> str | None:
         return "a weight whose rows are too long, or lie apart"
     if group not in quantise_rows.GROUPS or (group and columns % group):
         return "columns that are not divided into groups of 64, 128 or 256"
-    scales = (2, count) if entry.weight.dim() == 4 else (count,)
+    if entry.weight.dim() == 4 and entry.weight.shape[2:] != (3, 3):
+        return "a convolution's weight that is not 3x3"
+    scales = (SCALES, count) if entry.weight.dim() == 4 else (count,)
     bank = (row, (count, columns), torch.int8), (scale, scales, torch.float32), (digest, (count,), torch.int64)
     if any(x.shape != shape or x.dtype != dtype or not x.is_contiguous() for x, shape, dtype in bank):
         return "a bank of another shape, dtype or layout"
@@ -226,8 +239,8 @@ def launch(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, g
     are written. The rest is left as it is. A new bank has digests of zeros.
 
     weights[i] (N, K) in float16 or bfloat16, rows up to 65,535 columns, which may be further apart than they are long,
-    or a convolution's (N, C, H, W), channels last, with K = H W C in this order, whose scales[i] (2, N) get the sums of
-    the codes of each row too;
+    or a convolution's (N, C, 3, 3), channels last, with K = 9 C, row by row, whose scales[i] (10, N) get sums of the
+    codes of each row too (`sums_of_codes`);
     rows[i] (N, K) int8, scales[i] (N,) float32 and digests[i] (N,) int64, contiguous; groups[i] 0, 64, 128 or 256, of
     which K is a multiple.
     """

@@ -135,7 +135,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     eight_bit_kernels.available(monkeypatch)
     monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
     monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
-    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device: [True] * len(products))
+    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device, written=False: [True] * len(products))
     for name, part in (("IDLE_RESERVE", 1), ("WORKSPACE", 0.1), ("DECODING_RESERVE", 1), ("NEXT_MODEL_RESERVE", 2)):
         monkeypatch.setattr(gpu_room, name, int(part * SIZE))
     monkeypatch.setattr(digest, "COLUMNS", 5)

@@ -116,7 +116,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     eight_bit_kernels.available(monkeypatch)
     monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
     monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
-    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device: [True] * len(products))
+    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device, written=False: [True] * len(products))
     small_reserves(monkeypatch, SIZE)
     monkeypatch.setattr(digest, "COLUMNS", 5)
     monkeypatch.setattr(system_memory, "available_bytes", lambda: 8 << 30)

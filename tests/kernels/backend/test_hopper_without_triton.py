@@ -17,7 +17,7 @@ from sfast_ext.kernels.attention import attention, query_attention
 from sfast_ext.kernels.backend import health, nvrtc, triton_runtime
 from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d
-from sfast_ext.kernels.eight_bits import geglu8, linear8
+from sfast_ext.kernels.eight_bits import conv2d8, geglu8, linear8, quantise_weights
 from sfast_ext.kernels.group_norm import conv_group_norm
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
 
@@ -81,8 +81,18 @@ def of_8_bits(geglu: bool) -> Callable[[torch.dtype, torch.device], tuple[Any, .
     return operands
 
 
+def images_of_8_bits(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    wide = image(torch.float32, device, 2, 640, 64, 64), matrix(torch.float32, device, 640, 9 * 640)
+    x, weight = ((each * each.new_tensor(scale)).to(torch.int8) for each, scale in zip(wide, (40.0, 3000.0)))
+    x_scale, weight_scale = (torch.full((n,), scale, device=device) for n, scale in ((2, 0.025), (640, 3e-4)))
+    x_scale = torch.stack([x_scale, x_scale.new_tensor([-127.0, -3.0])])
+    weight_scale = torch.stack([weight_scale, *quantise_weights.sums_of_codes(weight)])
+    residual = image(dtype, device, 2, 640, 64, 64)
+    return x, x_scale, weight, weight_scale, *vectors(dtype, device, 1, 640), residual, 1, dtype
+
+
 BOTH = "conv2d", "group_norm_normalise"
-EIGHT_BITS = linear8, geglu8
+EIGHT_BITS = linear8, geglu8, conv2d8
 CASES = {
     "conv2d": Case(conv2d, lambda *to: (image(*to, 2, 640, 64, 64), filters(*to, 640, 640)), ("conv2d",)),
     "conv_group_norm": Case(conv_group_norm, normed(False), BOTH),
@@ -99,6 +109,7 @@ CASES = {
     "linear_layer_norm": Case(linear_layer_norm, summed, ("linear_layer_norm",)),
     "linear8": Case(linear8, of_8_bits(False), ("wgmma_gemm8",)),
     "geglu8": Case(geglu8, of_8_bits(True), ("wgmma_gemm8",)),
+    "conv2d8": Case(conv2d8, images_of_8_bits, ("wgmma_conv8",)),
     "query_attention": Case(query_attention, prompted, ("query_attention",)),
     **{
         f"flash_attention {size}": Case(

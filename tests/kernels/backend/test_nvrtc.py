@@ -243,6 +243,7 @@ COMPILED = {
     "mma_gemm8": "tests/kernels/eight_bits/test_mma_gemm8.py",
     "mma_attention": "tests/kernels/attention/test_mma_attention_compiles.py",
     "query_attention": test_query_attention_compiles,
+    "wgmma_conv8": "tests/kernels/eight_bits/test_wgmma_conv8.py",
     "wgmma_gemm8": "tests/kernels/eight_bits/test_wgmma_gemm8_compiles.py",
 }
 """Files of csrc, and what compiles them; that of input copies is compiled beside their tests."""

@@ -18,14 +18,14 @@ from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import cuda_driver, cuda_libraries, nvrtc, pdl, triton_runtime
 from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d
-from sfast_ext.kernels.eight_bits import wgmma_gemm8
+from sfast_ext.kernels.eight_bits import wgmma_conv8, wgmma_gemm8
 from sfast_ext.kernels.group_norm import conv_group_norm
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
 from sfast_ext.kernels.pointwise import layer_norm
 from sfast_ext.plans import input_copies
 
 CUDA = torch.device("cuda")
-MODULES = (conv2d, flash_attention, linear_geglu, linear_layer_norm, query_attention, wgmma_gemm8)
+MODULES = (conv2d, flash_attention, linear_geglu, linear_layer_norm, query_attention, wgmma_conv8, wgmma_gemm8)
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +167,7 @@ def test_who_begins_early_waits(module):
     assert set(module._SOURCE.reads_before_wait) <= set(module._SOURCE.arg_names)
 
 
-PORTABLE = [s for k in kernels.registered().values() if k.portable for s in k.cuda_sources]
+PORTABLE = [s for k in kernels.registered().values() if k.portable for s in k.cuda_sources if not s.hopper]
 
 
 @pytest.mark.parametrize("kernel", list(dict.fromkeys(PORTABLE)), ids=lambda kernel: kernel.name)

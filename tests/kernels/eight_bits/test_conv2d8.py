@@ -18,7 +18,7 @@ from kernels.backend.test_nvrtc import REGISTERS, built
 from kernels.support import needs_nvrtc, randn
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import triton_runtime
-from sfast_ext.kernels.eight_bits import conv2d8, mma8_tiles, mma_conv8
+from sfast_ext.kernels.eight_bits import conv2d8, mma8_tiles, mma_conv8, quantise_weights
 from sfast_ext.kernels.linear.mma_tiles import Tile
 
 pytestmark = pytest.mark.skipif(
@@ -69,7 +69,7 @@ def operands(size: tuple[int, ...], columns: int, device: torch.device) -> Given
     x_scale[1] = torch.randint(-127, 1, size[:1])
     x_scale[1, 0] = -127
     weight_scale *= 1 / (73.6**2 * (9 * channels) ** 0.5)
-    weight_scale[1] = weight.sum(-1, dtype=torch.float32)
+    weight_scale = torch.cat([weight_scale[:1], quantise_weights.sums_of_codes(weight)])
     return x.to(device), x_scale.to(device), weight.to(device), weight_scale.to(device)
 
 
@@ -144,9 +144,9 @@ def test_extreme_values_of_the_deepest_image(device):
     x = torch.full((1, channels, 3, 3), 127, dtype=torch.int8).contiguous(memory_format=torch.channels_last)
     weight = torch.full((8, 9 * channels), 127, dtype=torch.int8)
     weight[4:] = -127
-    scales = torch.full((2, 1), 2.0**-8, device=device), torch.full((2, 8), 2.0**-10, device=device)
+    scales = torch.full((2, 1), 2.0**-8, device=device), torch.full((10, 8), 2.0**-10, device=device)
     scales[0][1] = -127
-    scales[1][1] = weight.sum(-1, dtype=torch.float32)
+    scales[1][1:] = quantise_weights.sums_of_codes(weight)
     given = x.to(device), scales[0], weight.to(device), scales[1]
     y = mma_conv8.conv2d(*given, None, None, 1, torch.float16, tile=WARP)
     taps = torch.tensor([[4, 6, 4], [6, 9, 6], [4, 6, 4]], dtype=torch.float64)
@@ -171,6 +171,7 @@ def test_extreme_values_of_the_deepest_image(device):
         {"x_scale": lambda s: s[0]},
         {"x_scale": lambda s: s.t().contiguous().t()},
         {"weight_scale": lambda s: s[0]},
+        {"weight_scale": lambda s: s[:2]},
         {"x_scale": lambda s: s.double()},
         {"weight_scale": lambda s: s[:, 1:]},
         {"bias": lambda b: b[1:]},
@@ -208,7 +209,7 @@ def test_other_sizes_are_declined(device):
     ):
         images = torch.zeros(size, dtype=torch.int8, device=device).contiguous(memory_format=torch.channels_last)
         weight = torch.zeros(columns, 9 * size[1], dtype=torch.int8, device=device)
-        scales = [torch.ones(2, count, device=device) for count in (size[0], columns)]
+        scales = [torch.ones(*count, device=device) for count in ((2, size[0]), (quantise_weights.SCALES, columns))]
         told = mma_conv8.accepts(images, scales[0], weight, scales[1], None, None, stride, torch.float16)
         assert (told is None) == taken, (size, columns, stride, told)
 

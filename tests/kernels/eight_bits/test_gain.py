@@ -144,3 +144,15 @@ def test_a_card_that_does_not_say_how_fast_it_is(on: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(nvrtc, "loaded_driver", unavailable)
     found = gain.rates(GPU)
     assert found is not None and found.half == 1500 * 28 * 256 and found.bandwidth == 300_000
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "columns", "faster"),
+    [(320, 128, 320, True), (2560, 32, 1280, True), (320, 64, 320, True), (1280, 16, 1280, False)],
+)
+def test_convolutions_on_hopper(on, channels, size, columns, faster):
+    """As measured: reading the weight and what the norm takes longer can exceed what a small one saves."""
+    on(H200)
+    assert gain.convolution_pays(Product(2 * size * size, columns, 9 * channels), GPU) == faster
+    on(B200)
+    assert not gain.convolution_pays(Product(2 * size * size, columns, 9 * channels), GPU)
