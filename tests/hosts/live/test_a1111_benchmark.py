@@ -24,6 +24,8 @@ TOLD = {
     "breakdown": 0,
     "vae_plans_at_once": False,
     "json": None,
+    "stock": None,
+    "another_prompt": False,
     "sizes": [(128, 128)],
     "steps": 2,
     "pictures": 2,
