@@ -52,6 +52,8 @@ class Faces(scripts.Script):
                 do_not_save_grid=True,
             )
             inner.sfast_face = True
+            # otherwise the WebUI's own scripts set the seed of its page
+            inner.is_api = True
             inner.scripts, inner.script_args = p.scripts, p.script_args
             image = process_images(inner).images[0]
         given.image = image
