@@ -43,10 +43,10 @@ def test_caches_of_the_cases_of_the_first_image(tmp_path):
     (full / "device" / "last_calls.json").write_text("[]")
     (full / "triton").mkdir()
     (full / "triton" / "kernel").write_text("")
-    found = {
-        case: sorted(file.name for file in first_image.copied(case, full, tmp_path / "cases" / case).rglob("*") if file.is_file())
-        for case in first_image.CASES
-    }
+    found = {}
+    for case in first_image.CASES:
+        copied = first_image.copied(case, full, tmp_path / "cases" / case)
+        found[case] = sorted(file.name for file in copied.rglob("*") if file.is_file())
     both = ["kernel", "last_calls.json"]
     assert found == {"stock": [], "full": both, "empty": ["last_calls.json"], "off": both}
 
