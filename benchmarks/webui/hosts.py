@@ -178,7 +178,10 @@ class ForgeNeo(A1111):
         """See `A1111`."""
         from tests.hosts.live import forge
 
-        return forge.start(self.data, name, settings, getattr(forge, self.program), flags, self.packages)
+        webui = forge.start(self.data, name, settings, getattr(forge, self.program), flags, self.packages)
+        if name.startswith("unet-"):
+            webui.env["SFAST_PROBE_UNET_ALONE"] = "1"
+        return webui
 
 
 class ForgeClassic(ForgeNeo):
@@ -189,9 +192,27 @@ class ForgeClassic(ForgeNeo):
     program = "CLASSIC"
 
 
+class Forge(ForgeNeo):
+    """Forge by lllyasviel."""
+
+    variable = "SFAST_FORGE_OLD_DIR"
+    hires = {**A1111.hires, "hr_cfg": 7.0, "hr_additional_modules": ["Use same choices"]}
+    program = "OLD"
+
+
+class ReForge(ForgeNeo):
+    """reForge."""
+
+    variable = "SFAST_REFORGE_DIR"
+    hires = A1111.hires
+    program = "REFORGE"
+
+
 HOSTS: dict[str, type[A1111] | type[SDNext]] = {
     "a1111": A1111,
     "sdnext": SDNext,
     "forge-neo": ForgeNeo,
     "forge-classic": ForgeClassic,
+    "forge": Forge,
+    "reforge": ReForge,
 }

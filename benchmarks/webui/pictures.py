@@ -36,7 +36,7 @@ from sfast_ext.tools.lib import machine
 
 PROMPT = "a dog on a hill, morning light"
 SAMPLER = "Euler a"
-KINDS = ("txt2img", "hires", "img2img", "faces")
+KINDS = ("txt2img", "hires", "img2img", "faces", "control")
 CLIENT = "HTTP and API"
 
 
@@ -46,13 +46,17 @@ def payload_of(host: Host, kind: str, width: int, height: int, options: argparse
     said |= {"batch_size": options.batch, "save_images": False}
     if kind in ("hires", "faces"):
         said |= host.hires
-    if kind == "img2img":
+    if kind in ("img2img", "control"):
         from PIL import Image
 
         from tests.hosts.live.webui import encoded
 
-        gradient = Image.linear_gradient("L").resize((width, height)).convert("RGB")
-        said |= {"denoising_strength": 0.75, "init_images": [encoded(gradient)]}
+        gradient = encoded(Image.linear_gradient("L").resize((width, height)).convert("RGB"))
+        if kind == "img2img":
+            said |= {"denoising_strength": 0.75, "init_images": [gradient]}
+        else:
+            unit = {"enabled": True, "image": gradient, "module": "None", "model": "control", "pixel_perfect": True}
+            said["alwayson_scripts"] = {"ControlNet": {"args": [unit]}}
     return said
 
 
@@ -217,7 +221,7 @@ def main() -> int:
         action="append",
         dest="kinds",
         help="of request (txt2img); hires doubles sizes; faces (AUTOMATIC1111): hires and three inpaints after it, in "
-        "sizes that never repeat",
+        "sizes that never repeat; control (Forge Neo): with a ControlNet",
     )
     parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated (the GPU's own)")
     parser.add_argument("--batch", type=int, default=1, help="pictures at once (%(default)s)")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import time
 from typing import Any
 
@@ -126,8 +127,17 @@ def count_unet(*_: Any) -> None:
     unet_bytes.append(sum(held.values()) + banks)
 
 
+def unet_alone() -> None:
+    """Forge's ControlNets by its own forward. There is no such setting."""
+    from sfast_ext.hosts.forge.secondary import SecondaryNetworks
+
+    SecondaryNetworks.follow_controlnets = lambda *_, **__: None
+
+
 def add_routes(_: Any, app: FastAPI) -> None:
     wrap()
+    if os.environ.get("SFAST_PROBE_UNET_ALONE") and importlib.util.find_spec("sfast_ext"):
+        unet_alone()
 
     @app.post("/sfast-probe/start")
     def start() -> dict[str, Any]:
