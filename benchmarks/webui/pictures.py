@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,8 @@ PROMPT = "a dog on a hill, morning light"
 SAMPLER = "Euler a"
 KINDS = ("txt2img", "hires", "img2img", "faces", "control")
 CLIENT = "HTTP and API"
+TOGETHER_S = 90.0
+"""How long a run waits for those that were started with it."""
 
 
 def payload_of(host: Host, kind: str, width: int, height: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -119,12 +123,37 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         # SD.Next takes half a minute to start
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda webui: host.ready(webui.__enter__()), webuis.values()))
+        stack.enter_context(turn(options.turn))
         for kind in options.kinds:
             for size in options.sizes:
                 rows += pictures(host, webuis, options, kind, *size)
                 if options.json:
                     records.write(options.json, found)
     return found
+
+
+@contextlib.contextmanager
+def turn(told: str | None) -> Iterator[None]:
+    """Wait until other runs that were started at the same time are ready as well, and those before this one are done.
+
+    Args:
+        told: a folder, the number of this run and how many there are, with commas between them; None if it is alone.
+    """
+    if told is None:
+        yield
+        return
+    name, number, others = told.rsplit(",", 2)
+    folder = Path(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{number}.ready").touch()
+    until = time.monotonic() + TOGETHER_S
+    while len(list(folder.glob("*.ready"))) < int(others) and time.monotonic() < until:
+        time.sleep(0.1)
+    # those before come first if they are ready
+    time.sleep(0.3 * int(number))
+    with open(folder / "turn", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def pictures(
@@ -245,6 +274,7 @@ def main() -> int:
         help="of the WebUI; each set is a WebUI more for each way (AUTOMATIC1111: --opt-sdp-attention)",
     )
     parser.add_argument("--stock", type=int, metavar="N", help="of these with the WebUI alone, at most (all)")
+    parser.add_argument("--turn", metavar="DIR,N,ALL", help="this is run N of so many that start at the same time")
     parser.add_argument("--models", type=Path, metavar="DIR", help="where models of random weights stay (nowhere)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     options = parser.parse_args()

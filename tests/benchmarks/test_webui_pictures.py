@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import threading
+import time
 
 import pytest
 
 pytest.importorskip("PIL")
 
-from benchmarks.webui import eight_bits, first_image
+from benchmarks.webui import eight_bits, first_image, pictures
 from benchmarks.webui.pictures import PROMPT, numbered
 
 SAID = {"prompt": PROMPT, "width": 512, "height": 768, "steps": 30}
@@ -35,6 +37,25 @@ def test_sizes_of_faces_never_repeat():
     doubled = [(2 * width, 2 * height) for width, height in sizes[::4]]
     assert len(set(sizes + doubled)) == len(sizes + doubled) == 400
     assert all(edge % 8 == 0 and abs(edge - wanted) <= 72 for size in sizes for edge, wanted in zip(size, (512, 768)))
+
+
+def test_runs_that_start_together_measure_one_after_another(tmp_path):
+    order = []
+
+    def run(number):
+        with pictures.turn(f"{tmp_path},{number},2"):
+            order.append(("begin", number))
+            time.sleep(0.5)
+            order.append(("end", number))
+
+    runs = [threading.Thread(target=run, args=(number,)) for number in (1, 0)]
+    for each in runs:
+        each.start()
+    for each in runs:
+        each.join()
+    assert order == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]
+    with pictures.turn(None):
+        pass
 
 
 def test_caches_of_the_cases_of_the_first_image(tmp_path):

@@ -25,6 +25,7 @@ TOLD = {
     "vae_plans_at_once": False,
     "json": None,
     "stock": None,
+    "turn": None,
     "another_prompt": False,
     "sizes": [(128, 128)],
     "steps": 2,
