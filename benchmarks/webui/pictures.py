@@ -40,6 +40,8 @@ PROMPT = "a dog on a hill, morning light"
 SAMPLER = "Euler a"
 KINDS = ("txt2img", "hires", "img2img", "faces", "control")
 CLIENT = "HTTP and API"
+APART = 40
+"""Numbers of images that are taken apart begin here."""
 TOGETHER_S = 90.0
 """How long a run waits for those that were started with it."""
 
@@ -89,13 +91,15 @@ def taken(webui: Any, kind: str, payload: dict[str, Any]) -> tuple[float, str]:
     return time.perf_counter() - began, answer["images"][0]
 
 
-def taken_apart(webui: Any, kind: str, payload: dict[str, Any], pictures: int) -> dict[str, Any]:
+def taken_apart(webui: Any, kind: str, payload: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The breakdown of so many pictures. The profiler's own start is in one before them."""
     webui.post("/sfast-probe/start", {})
     requests = []
-    for number in range(pictures + 1):
+    for number in range(options.breakdown + 1):
+        # sizes and prompts that the images before had not
+        said = numbered({**payload, "prompt": f"{PROMPT}, taken apart {number}"}, kind, APART + number, options)
         began = time.time_ns()
-        taken(webui, kind, {**payload, "prompt": f"{PROMPT}, taken apart {number}", "seed": number})
+        taken(webui, kind, said)
         requests.append(breakdown.Span(CLIENT, began, time.time_ns()))
     probed = webui.post("/sfast-probe/stop", {})
     found = []
@@ -203,9 +207,9 @@ def pictures(
             "last_error": status["last_error"],
         }
         print(words(row, rows[0] if rows else row), flush=True)
-        if options.breakdown and kind != "faces":
+        if options.breakdown:
             row["breakdown"] = {
-                way: taken_apart(webuis[flags, way], kind, payload, options.breakdown) for way in options.ways
+                way: taken_apart(webuis[flags, way], kind, payload, options) for way in options.ways
             }
             for way, found in row["breakdown"].items():
                 print("\n".join(breakdown.lines(way, found)), flush=True)
