@@ -61,7 +61,8 @@ def copied(case: str, full: Path, to: Path) -> Path:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """A row for each round; the file that the options name is written after each."""
     host = HOSTS[options.host](folder, options)
-    (width, height), rows = options.size, []
+    width, height = options.size
+    rows: list[dict[str, dict[str, Any]]] = []
     found = {**machine.describe(), "host": options.host, "model": options.model, "weights": "random"}
     found |= {"size": f"{width}x{height}", "steps": options.steps, "idle_s": options.idle, "rows": rows}
     payload = payload_of(host, "txt2img", width, height, options)

@@ -131,7 +131,7 @@ def unet_alone() -> None:
     """Forge's ControlNets by its own forward. There is no such setting."""
     from sfast_ext.hosts.forge.secondary import SecondaryNetworks
 
-    SecondaryNetworks.follow_controlnets = lambda *_, **__: None
+    SecondaryNetworks.follow_controlnets = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 def add_routes(_: Any, app: FastAPI) -> None:
