@@ -3,26 +3,36 @@ torch.compile of its repeated blocks. For each the first call, the time of a cal
 float32 with fewer layers.
 
     python -m benchmarks.transformers --model z-image,lumina2 --size 1024x1024,512x512 --compile
+    python -m benchmarks.transformers --model z-image --size 1024x1024 --exact --eight-bits --as sm_80
+
+With `--as` kernels are chosen as for another card, and PyTorch's linear layers are `mma_gemm` and its attention is
+FlashAttention 2, as cuBLAS and cuDNN have Hopper's instructions on an H200 (benchmarks.ampere: `mma_gemm` takes as long
+as cuBLAS's kernels for Ampere).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import functools
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from sfast_ext import Config, accelerate
-from sfast_ext.tools.lib import transformers
+from sfast_ext.kernels.attention import attention
+from sfast_ext.kernels.linear import mma_choice, mma_gemm, mma_linear
+from sfast_ext.tools.lib import transformers, ways
 from sfast_ext.tools.lib.exact import without_tf32
 
 TOKENS = 77
@@ -43,14 +53,62 @@ def first_call(call: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def times(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+@contextlib.contextmanager
+def for_ampere() -> Iterator[None]:
+    """Within, products on offer are `mma_gemm`'s, and attentions have no instructions of Hopper."""
+    choose, preference = mma_choice.MmaChoice.run, attention._PREFERENCE
+
+    def run(self: Any, device: Any, key: str, torchs: Any, ours: Any, tiles: Any, *rest: Any, **named: Any) -> Any:
+        own = functools.partial(ours, tile=tiles[0], half_sums=False) if tiles else torchs
+        return choose(self, device, key, own, ours, tiles, *rest, **named)
+
+    mma_choice.MmaChoice.run = run  # type: ignore[method-assign]
+    if preference is not None:
+        attention._PREFERENCE = preference[0], {name: some for name, some in preference[1].items() if name != "cudnn"}
+    try:
+        with ways.passing_for((8, 0)):
+            yield
+    finally:
+        mma_choice.MmaChoice.run, attention._PREFERENCE = choose, preference  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def eager_for_ampere() -> Iterator[None]:
+    """Within, PyTorch's linear layers are computed by `mma_gemm`, and its attentions by FlashAttention 2."""
+    linear, sdpa = F.linear, F.scaled_dot_product_attention
+
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        few = x.numel() // x.shape[-1] < mma_gemm.MIN_ROWS
+        return linear(x, weight, bias) if few else mma_linear.launch(x, weight, bias)
+
+    def flash(*args: Any, **named: Any) -> torch.Tensor:
+        with torch.nn.attention.sdpa_kernel(_FLASH):
+            return sdpa(*args, **named)
+
+    F.linear, F.scaled_dot_product_attention = product, flash  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.linear, F.scaled_dot_product_attention = linear, sdpa
+
+
+def times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """The median milliseconds of a call of each way, in turns."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, call in ways.items():
+        for name, call in calls.items():
             call()
             found[name].append(1000 * first_call(call))
     return {name: sorted(taken)[len(taken) // 2] for name, taken in found.items()}
+
+
+def kernels(call: Callable[[], Any], most: int) -> list[tuple[str, int, float]]:
+    """The kernels that take longest in a call: name, how many, milliseconds in all."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        call()
+        synchronise()
+    rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
+    return [(row.key[:70], row.count, round(row.self_device_time_total / 1e3, 3)) for row in rows[:most]]
 
 
 def peak_mb(call: Callable[[], Any]) -> float | None:
@@ -103,7 +161,7 @@ def errors(name: str, size: tuple[int, int], args: argparse.Namespace, device: t
 
 
 @torch.no_grad()
-def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     """A row for each size."""
     began = time.perf_counter()
     model = transformers.random_transformer(name, dtype=_DTYPES[args.dtype], device=device)
@@ -111,34 +169,52 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[d
     weights = round(sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20)
     print(f"{name}: {weights} MB of weights, made in {time.perf_counter() - began:.1f} s", flush=True)
     regional = compiled(twin(model)) if args.compile else None
-    config = Config(allow_cpu=True, drop_slower=False, graph_memory_mb=0, eight_bits=args.eight_bits)
+    config = Config(allow_cpu=True, drop_slower=False, graph_memory_mb=0)
     accelerator = accelerate(model, config)
-    rows = []
+
+    def eager(*given: Any, **named: Any) -> Any:
+        with eager_for_ampere() if args.ampere else contextlib.nullcontext():
+            return accelerator.run_original(*given, **named)
+
+    def ours(eight_bits: bool, *given: Any, **named: Any) -> Any:
+        accelerator.configure(replace(config, eight_bits=eight_bits))
+        return model(*given, **named)
+
+    functions: dict[str, Any] = {"eager": eager, "compiled": regional}
+    functions |= {"ours": functools.partial(ours, False)} if args.exact or not args.eight_bits else {}
+    functions |= {"ours, 8 bits": functools.partial(ours, True)} if args.eight_bits else {}
     for size in args.sizes:
-        given, named = transformers.transformer_inputs(model, *size, tokens=TOKENS)
-        functions: dict[str, Any] = {"eager": accelerator.run_original, "ours": model, "compiled": regional}
-        ways: dict[str, Callable[[], Any]] = {}
-        ways |= {way: functools.partial(run, *given, **named) for way, run in functions.items() if run is not None}
-        row: dict[str, Any] = {"model": name, "size": size, "weights_mb": weights}
-        row["first_call_s"] = {way: round(first_call(call), 2) for way, call in ways.items()}
+        width, height = size
+        given, named = transformers.transformer_inputs(model, width, height, args.images, tokens=TOKENS)
+        calls: dict[str, Callable[[], Any]] = {}
+        calls |= {way: functools.partial(run, *given, **named) for way, run in functions.items() if run is not None}
+        row: dict[str, Any] = {"model": name, "size": size, "images": args.images, "weights_mb": weights}
+        row |= {"as": "sm_80"} if args.ampere else {}
+        row["first_call_s"] = {way: round(first_call(call), 2) for way, call in calls.items()}
         # of a forward that fills a table or reads a mask, the plan is made in the second call
-        row["second_call_s"] = {way: round(first_call(call), 2) for way, call in ways.items()}
-        row["ms"] = {way: round(ms, 2) for way, ms in times(ways, args.rounds).items()}
-        row["times_as_long"] = {way: round(ms / row["ms"]["ours"], 3) for way, ms in row["ms"].items()}
-        row["peak_mb"] = {way: peak_mb(call) for way, call in ways.items()}
+        row["second_call_s"] = {way: round(first_call(call), 2) for way, call in calls.items()}
+        row["ms"] = {way: round(ms, 2) for way, ms in times(calls, args.rounds).items()}
+        row["eager_by"] = {way: round(row["ms"]["eager"] / ms, 3) for way, ms in row["ms"].items()}
+        row["peak_mb"] = {way: peak_mb(call) for way, call in calls.items()}
         status, report = accelerator.status(), accelerator.report.as_dict()
-        row["plan"] = {key: value for plan in status["plans"][-1:] for key, value in plan.items() if key in _TOLD}
+        row["plans"] = [{key: value for key, value in plan.items() if key in _TOLD} for plan in status["plans"]]
+        for plan in row["plans"]:
+            plan["fused"] = {key: count for key, count in plan.get("fused", {}).items() if count}
+        row["eight_bits"] = {key: value for key, value in status["eight_bits"].items() if key != "kept"}
         row["reasons"], row["last_error"] = list(report["reasons"]), report["last_error"]
         print(json.dumps(row), flush=True)
-        rows.append(row)
+        yield row
+        for way, call in calls.items() if args.profile and device.type == "cuda" else ():
+            print(way, kernels(call, args.profile), flush=True)
     accelerator.release()
-    return rows
 
 
 _TOLD = {"state", "error", "no_graph_reason", "fused", "memory_mb", "ms_before", "ms_after"}
+_FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
+    """Time models and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="lumina2,z-image", help="names, separated by commas")
     parser.add_argument("--size", default="1024x1024,512x512")
@@ -146,9 +222,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=2, help="of the model whose errors are measured; 0: none are")
     parser.add_argument("--compile", action="store_true", help="also torch.compile of the repeated blocks")
-    parser.add_argument("--eight-bits", action="store_true")
+    parser.add_argument("--eight-bits", action="store_true", help="8 bits instead of the exact way")
+    parser.add_argument("--exact", action="store_true", help="the exact way next to 8 bits")
+    parser.add_argument("--images", type=int, default=1)
+    parser.add_argument("--as", dest="ampere", choices=["sm_80"], help="with kernels for another card")
+    parser.add_argument("--profile", type=int, default=0, help="so many kernels of each way are named with their times")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     args.sizes = [tuple(map(int, size.split("x"))) for size in args.size.split(",")]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: list[Any] = []
@@ -156,9 +236,11 @@ def main() -> None:
         if args.layers:
             found.append({"model": name, "errors": errors(name, args.sizes[-1], args, device)})
             print(json.dumps(found[-1]), flush=True)
-        found += measure(name, args, device)
-        if args.json is not None:
-            args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        with for_ampere() if args.ampere else contextlib.nullcontext():
+            for row in measure(name, args, device):
+                found.append(row)
+                if args.json is not None:
+                    args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
         gc.collect()
 
 

@@ -1,14 +1,21 @@
 // RMS or layer norm of rows, scaled and shifted by vectors of a sample; before it a residual addition, of what a gate and
-// an RMS norm may be applied to, if ADD is 1; for any card.
+// an RMS norm may be applied to, if ADD is 1; its result as int8 with a scale for each row, if CODES is 1; for any card.
 //
 // Threads and columns are as in layer_norm.h, but THREADS is a multiple of 32.
 //
 // Compile-time parameters: TYPE, THREADS, ROWS, CHUNKS, PACK, EXACT (layer_norm.h); ADD; INNER, whether an RMS norm is
 // added; TANH, whether the gate's tanh is multiplied by; NORM: 0 no norm after the addition, 1 RMS, 2 layer norm;
-// PLUS_ONE, whether 1 is added to the scale.
+// PLUS_ONE, whether 1 is added to the scale; CODES; GROUP, how many neighbours are rotated before (quantise.h), which
+// needs PACK to be 8.
 
 #include "elements.h"
 #include "layer_norm.h"
+#if CODES
+#include "quantise.h"
+typedef signed char Out;
+#else
+typedef In Out;
+#endif
 
 // A vector for each sample, or null: `stride` elements apart, for `rows` rows each.
 struct Vectors {
@@ -56,13 +63,13 @@ __device__ __forceinline__ void add(float (&value)[CHUNKS][PACK], const In* term
 }
 
 // x, y, out_sum, out: (rows, columns); inner_weight, weight, bias: (columns,), or null; gate, scale, shift: vectors of
-// samples, or null. columns is a multiple of PACK. out_sum = x + gate * inner(y), rounded, which the norm reads; without
-// ADD it reads x.
+// samples, or null; scales: (rows,), or null. columns is a multiple of PACK, and of GROUP. out_sum = x + gate * inner(y),
+// rounded, which the norm reads; without ADD it reads x.
 extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
     modulated_norm(const In* __restrict__ x, const In* __restrict__ y, const In* __restrict__ inner_weight,
                    const In* __restrict__ weight, const In* __restrict__ bias, const In* __restrict__ gate,
                    const In* __restrict__ scale, const In* __restrict__ shift, In* __restrict__ out_sum,
-                   In* __restrict__ out, long long gate_stride, long long scale_stride, long long shift_stride,
+                   Out* __restrict__ out, float* __restrict__ scales, long long gate_stride, long long scale_stride, long long shift_stride,
                    int gate_rows, int scale_rows, int shift_rows, int rows, int columns, float inner_eps, float eps) {
   pdl_wait();
 #if INNER || NORM
@@ -131,8 +138,27 @@ extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
   if (bias) add(value, bias, columns);
   if (scale) multiply<PLUS_ONE>(value, vector_of({scale, scale_stride, scale_rows}, row), columns);
   if (shift) add(value, vector_of({shift, shift_stride, shift_rows}, row), columns);
+#if CODES
+  __shared__ unsigned words[THREADS * ROWS / 32];
+  unsigned largest = 0;
 #pragma unroll
-  for (int i = 0; i < CHUNKS; ++i)
-    if (EXACT || column_of(i) < columns) store<TYPE>(out + start + column_of(i), value[i]);
+  for (int i = 0; i < CHUNKS; ++i) {
+#if GROUP
+    rotate(value[i], GROUP);
+#endif
+    if (EXACT || column_of(i) < columns) largest = largest_of(largest, value[i]);
+  }
+  const RowScale found = row_scale(largest_of_row<THREADS>(largest, words), unit_of(GROUP));
+  if (threadIdx.x % THREADS == 0) scales[row] = found.scale;
+#endif
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    if (!EXACT && column_of(i) >= columns) continue;
+#if CODES
+    store_codes(out + start + column_of(i), value[i], found);
+#else
+    store<TYPE>(out + start + column_of(i), value[i]);
+#endif
+  }
 #endif
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sfast_ext.kernels.backend.registry import Kernel
-from sfast_ext.kernels.eight_bits import quantise_weights
+from sfast_ext.kernels.eight_bits import gated_norm8, gelu8, modulated_norm8, quantise_weights, swiglu8
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
 from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm
@@ -18,7 +18,8 @@ from sfast_ext.passes.eight_bits_conv_match import CONV_KERNELS
 
 AROUND = (
     add_layer_norm.launch, layer_norm.launch, geglu.launch, linear_geglu.launch, linear_accumulate.launch,
-    group_norm.launch, add_group_norm.launch, cat_group_norm.launch, bias_add.launch,
+    group_norm.launch, add_group_norm.launch, cat_group_norm.launch, bias_add.launch, modulated_norm8.launch,
+    gated_norm8.launch, swiglu8.launch, gelu8.launch,
 )  # fmt: skip
 
 

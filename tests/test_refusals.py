@@ -130,6 +130,26 @@ def test_a_number_that_changes_at_every_call_ends_the_capturing():
     assert counters(acc)["captures"] < 4 and "an argument changes at each step" in reasons(acc)
 
 
+def test_a_model_that_changes_is_named_if_its_calls_were_seen_before():
+    class Scaled(Net):
+        k = 1.0
+
+        def forward(self, x, t, negative: bool = False):
+            return super().forward(x, t) * (-self.k if negative else self.k)
+
+    module = Scaled().eval()
+    acc = accelerate(module, CPU)
+    x = picture()
+    for i in range(8):
+        module.k = 1.0 + i
+        acc.new_generation()
+        for negative in (True, False, True, False):
+            args = x, torch.tensor(1), negative
+            close(module(*args), Scaled.forward(module, *args))
+    assert "what the model computes changes again and again" in reasons(acc)
+    assert "an argument changes" not in reasons(acc)
+
+
 def test_what_is_refused_is_not_tried_again():
     class Reading(Net):
         def forward(self, x, t, scale: float = 1.0):

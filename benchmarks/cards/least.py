@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from benchmarks.compile_table.cuda import for_any_card
 from benchmarks.profile import kinds
 from sfast_ext.kernels.attention import attention, mma_attention
 from sfast_ext.passes.rewrite import is_kernel
+from sfast_ext.tools.lib import transformers
 
 _FASTER = {"convolution": 0.5, "linear": 0.5}
 """The part of their time that products take with *Faster sums on GeForce*, by kind."""
@@ -23,6 +25,8 @@ _ATTENTION = 0.75
 """The same for attention to many keys: half of its products are those of queries and keys, which stay exact."""
 
 
+_WRITERS = re.compile("layer_norm|modulated_norm|gated_norm|swiglu|gelu")
+"""Operations whose kernel writes 8 bits itself."""
 _MIN_ROWS = 256
 """Products of fewer rows stay in half precision: those of the prompt's keys and values, and of the embeddings."""
 
@@ -37,14 +41,16 @@ class Work(NamedTuple):
     """Its products' time with *Faster sums on GeForce*, as a part of that without."""
     bytes_in_8: int = 0
     """Bytes if its product is one of 8-bit integers, 0 if that stays in half precision: activations, weight and result,
-    and what quantises them: the activations are read in half precision and written in 8 bits, unless a layer norm or a
-    group norm writes them so; the weight is read in half precision once, to know whether it changed."""
+    and what quantises them: the activations are read in half precision and written in 8 bits, unless a norm or an
+    activation's kernel writes them so; the weight is read in half precision once, to know whether it changed."""
 
 
 def of_plan(case: str) -> list[Work]:
-    """The nodes of the plan for a case such as "sd15:512x512", in float16, without Triton and Hopper's kernels."""
+    """The nodes of the plan for a case such as "sd15:512x512", in half precision, without Triton and Hopper's
+    kernels."""
+    dtype = torch.bfloat16 if transformers.is_transformer(case.partition(":")[0]) else torch.float16
     with for_any_card():
-        graph = launches.graph(case, torch.float16, triton=False)
+        graph = launches.graph(case, dtype, triton=False)
     return [work for node in graph.nodes if (work := of_node(node))]
 
 
@@ -62,6 +68,9 @@ def of_node(node: fx.Node) -> Work | None:
     faster = _FASTER.get(kind, 1.0)
     if node.target is attention.launch and mma_attention.sums_in_half(args[1]):
         faster = _ATTENTION
+    if any(t.dtype == torch.bfloat16 for t in moved):
+        # sums in half precision are of float16
+        faster = 1.0
     bytes_in_8 = _bytes_in_8(node, moved) if kind in ("linear", "convolution") else 0
     return Work(kind, kinds.flops(node.target, args, kwargs), sum(map(kinds.size, moved)), faster, bytes_in_8)
 
@@ -83,7 +92,7 @@ def _bytes_in_8(node: fx.Node, moved: list[torch.Tensor]) -> int:
     terms = x.shape[-1] if x.dim() else 1
     if weight.dim() != 2 or terms % 64 or weight.shape[1] != terms or x.numel() < _MIN_ROWS * terms:
         return 0
-    written = 0 if "layer_norm" in kinds.operation(_source(operands[0]).target) else x.numel() + kinds.size(x)
+    written = 0 if _WRITERS.search(kinds.operation(_source(operands[0]).target)) else x.numel() + kinds.size(x)
     saved = kinds.size(x) - x.numel() + kinds.size(weight) - weight.numel()
     return sum(map(kinds.size, moved)) - saved + written + kinds.size(weight)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +23,19 @@ from sfast_ext.kernels.eight_bits import (
     add_group_norm8,
     add_layer_norm8,
     cat_group_norm8,
+    gated_norm8,
+    gelu8,
     group_norm8,
     layer_norm8,
+    modulated_norm8,
     quantise_rows,
     quantise_weights,
+    swiglu8,
 )
 from sfast_ext.kernels.pointwise import gated_norm, gated_residual, modulated_norm, norm_rotary, swiglu
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.tools.lib import models
+from sfast_ext.tools.lib import transformers as transformer_models
 from sfast_ext.weights.arena import WeightArena
 
 # of a card with each capability: RTX 2080 Ti, A100, RTX 3090, RTX 4090, H200, B200, RTX 5090
@@ -106,14 +111,19 @@ def of_transformers(dtype: torch.dtype) -> list[size_prediction.Call]:
         return size_prediction.Shape(size, stride or dense, kind)
 
     found: list[tuple[Any, tuple[Any, ...]]] = []
+    half = dtype != torch.float32
     for images, tokens, channels in transformers.ROWS:
         x, weight = shape(images, tokens, channels), shape(channels)
         each = shape(images, 1, channels, stride=(4 * channels, 4 * channels, 1))
         rms, layer = (weight, None, 1e-5, each, None, True, True), (None, None, 1e-6, each, each, False, True)
         found += [(modulated_norm, (x, *norm)) for norm in (rms, layer)]
-        for gated in ((x, x, each, weight, 1e-5, True), (x, x, each, None, None, False)):
+        gates = (x, x, each, weight, 1e-5, True), (x, x, each, None, None, False)
+        for gated in gates:
             found.append((gated_residual, gated))
             found += [(gated_norm, (*gated, *norm)) for norm in (rms, layer)]
+        if half:
+            found += [(modulated_norm8, (x, *norm, group)) for norm in (rms, layer) for group in (0, 256)]
+            found += [(gated_norm8, (*gates[0], *rms, group)) for group in (0, 256)]
     for images, tokens, heads, columns, form in transformers.HEADS:
         packed = 3 * heads * columns
         x = shape(images, tokens, heads, columns, stride=(tokens * packed, packed, columns, 1))
@@ -123,8 +133,10 @@ def of_transformers(dtype: torch.dtype) -> list[size_prediction.Call]:
         given = (angles, None if form == "complex" else angles, form)
         found += [(norm_rotary, (x, shape(columns), 1e-5, *given)), (norm_rotary, (x, None, None, *given))]
     for rows, columns in transformers.GATED:
-        half = shape(rows, columns, stride=(2 * columns, 1))
-        found.append((swiglu, (half, half)))
+        part = shape(rows, columns, stride=(2 * columns, 1))
+        found.append((swiglu, (part, part)))
+        found += [(swiglu8, (part, part, group)) for group in (0, 256)] if half else []
+    found += [(gelu8, (shape(rows, columns), form, 256)) for rows, columns, form in transformers.GELU8] if half else []
     return [size_prediction.Call(module.launch, args, {}) for module, args in found]
 
 
@@ -134,18 +146,40 @@ def graph(case: str, dtype: torch.dtype, *, triton: bool = True) -> fx.Graph:
 
     name, _, size = case.partition(":")
     width, height = map(int, size.split("x"))
-    torch.set_default_dtype(dtype)
-    try:
-        with models.without_initialisation(_CPU):
-            unet = UNet2DConditionModel(**models.unet_config(name)).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    call = flatten_call(*models.unet_inputs(unet, width, height), _CPU)
+    if transformer_models.is_transformer(name):
+        unet = transformer_models.blank_transformer(name, dtype=dtype).eval().requires_grad_(False)
+        if name == "z-image":
+            tables = unet.rope_embedder
+            tables.freqs_cis = tables.precompute_freqs_cis(tables.axes_dims, tables.axes_lens, theta=tables.theta)
+        given = transformer_models.transformer_inputs(unet, width, height)
+    else:
+        torch.set_default_dtype(dtype)
+        try:
+            with models.without_initialisation(_CPU):
+                unet = UNet2DConditionModel(**models.unet_config(name)).eval().requires_grad_(False)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        given = models.unet_inputs(unet, width, height)
+    call = flatten_call(*given, _CPU)
     arena = WeightArena(unet)
+    # rotary tables, which a behaviour key would have seen
+    arena.is_table = lambda tensor: True
     gm = capture(unet.forward, call, call.tensors(_CPU), arena).graph_module
-    run_passes(gm, PassContext(arena, _CPU, triton=triton))
-    arena.release()
+    with mock.patch.object(torch, "cat", _unwritten_cat(torch.cat)):
+        run_passes(gm, PassContext(arena, _CPU, triton=triton))
     return gm.graph
+
+
+def _unwritten_cat(cat: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Weights that are packed take no memory either."""
+
+    def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        first = tensors[0]
+        if dim or type(first) is not torch.Tensor or first.numel() < 1 << 16:
+            return cat(tensors, dim)
+        return torch.empty((sum(map(len, tensors)), *first.shape[1:]), dtype=first.dtype)
+
+    return joined
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.kernels.quantisers import largest_group, torch_quantise_rows
+
 # images, tokens, channels: Z-Image, Lumina 2, Anima
 ROWS = [(1, 4352, 3840), (2, 4352, 2304), (2, 4096, 2048)]
 # images, tokens, heads, columns of a head, form; of packed queries, keys and values
@@ -19,6 +21,9 @@ HEADS += [(1, 4608, 24, 128, "neighbours")]
 GATED = [(4352, 10240), (8704, 9216)]
 # rows, columns of the result, inner dimension: Flux and Chroma
 GELU = [(4096, 12288, 3072), (4608, 12288, 3072)]
+
+# rows, columns, how it is approximated: Anima, Flux and Chroma
+GELU8 = [(8192, 8192, "none"), (4608, 12288, "tanh")]
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -158,6 +163,51 @@ def _linear_gelu(o: Any, case: Callable[..., Any]) -> Iterator[Any]:
         yield case("linear_gelu", f"{rows}x{columns}x{inner}", torch_linear_gelu, tensors, {})
 
 
+def torch_modulated_norm8(x: Tensor, *norm: Any, group: int) -> tuple[Tensor, Tensor]:
+    """By PyTorch's operations, as what follows."""
+    return torch_quantise_rows(torch_modulated_norm(x, *norm), group)
+
+
+def torch_gated_norm8(*given: Any, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    total, normed = torch_gated_norm(*given)
+    return total, *torch_quantise_rows(normed, group)
+
+
+def torch_swiglu8(gate: Tensor, value: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    return torch_quantise_rows(torch_swiglu(gate, value), group)
+
+
+def torch_gelu8(x: Tensor, approximate: str, group: int) -> tuple[Tensor, Tensor]:
+    return torch_quantise_rows(F.gelu(x, approximate=approximate), group)
+
+
+def _group(columns: int) -> dict[str, int]:
+    return {"group": largest_group(columns)}
+
+
+def _modulated_norm8(o: Any, case: Callable[..., Any]) -> Iterator[Any]:
+    for sizes in ROWS:
+        given = [o.randn(*sizes), *_norms(o, sizes[0], sizes[2])[0]]
+        yield case("modulated_norm8", "x".join(map(str, sizes)), torch_modulated_norm8, given, _group(sizes[2]))
+
+
+def _gated_norm8(o: Any, case: Callable[..., Any]) -> Iterator[Any]:
+    for sizes in ROWS:
+        given = [*_gates(o, *sizes)[0], *_norms(o, sizes[0], sizes[2])[0]]
+        yield case("gated_norm8", "x".join(map(str, sizes)), torch_gated_norm8, given, _group(sizes[2]))
+
+
+def _swiglu8(o: Any, case: Callable[..., Any]) -> Iterator[Any]:
+    for rows, columns in GATED:
+        given = list(o.randn(rows, 2 * columns).chunk(2, -1))
+        yield case("swiglu8", f"{rows}x{columns}", torch_swiglu8, given, _group(columns))
+
+
+def _gelu8(o: Any, case: Callable[..., Any]) -> Iterator[Any]:
+    for rows, columns, form in GELU8:
+        yield case("gelu8", f"{rows}x{columns}", torch_gelu8, [o.randn(rows, columns), form], _group(columns))
+
+
 CASES: dict[str, Callable[..., Iterator[Any]]] = {
     "norm_rotary": _norm_rotary,
     "modulated_norm": _modulated_norm,
@@ -165,4 +215,8 @@ CASES: dict[str, Callable[..., Iterator[Any]]] = {
     "gated_norm": _gated_norm,
     "swiglu": _swiglu,
     "linear_gelu": _linear_gelu,
+    "modulated_norm8": _modulated_norm8,
+    "gated_norm8": _gated_norm8,
+    "swiglu8": _swiglu8,
+    "gelu8": _gelu8,
 }

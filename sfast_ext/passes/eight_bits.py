@@ -27,11 +27,12 @@ from sfast_ext.kernels.eight_bits import (
     quantise_weights,
 )
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
-from sfast_ext.kernels.pointwise import add_layer_norm, geglu
+from sfast_ext.kernels.pointwise import geglu
 from sfast_ext.reasons import Detail, Reason
 
 from . import query_attention
 from .eight_bits_conv_match import conv_candidates
+from .eight_bits_inputs import quantised, writer_of
 from .eight_bits_match import Candidate, layer_name, matches, read_by_these_alone
 from .eight_bits_selection import LIMIT, Layer, measured
 from .rewrite import (
@@ -43,7 +44,6 @@ from .rewrite import (
     is_op,
     meta_like,
     replace,
-    shape,
     top,
 )
 
@@ -70,8 +70,9 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     Replacement: geglu8.launch(q, scale, rows, scales, bias, ...)
 
     `rows` and `scales` are those of the weight's bank, which one quantise_weights.launch at the top brings up to date.
-    (q, scale) = quantise_rows.launch(x), or the results of layer_norm8.launch or add_layer_norm8.launch in the place of
-    the norm that writes x, if nothing else reads it. If the selection is resident, the arena brings banks up to date.
+    (q, scale) = quantise_rows.launch(x), or the results of a kernel in the place of the norm or the activation that
+    writes x (eight_bits_inputs.py), if nothing else reads it. If the selection is resident, the arena brings banks up
+    to date.
     """
     selection = ctx.eight_bits
     if selection is None or ctx.most_bytes is not None:
@@ -120,7 +121,7 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
         readers[candidate.x].append(candidate)
     for some in readers.values():
         # x is read anew: if a kernel of GEGLU writes it, an earlier turn may have replaced that
-        operands = quantised(some[0].x, some, groups)
+        operands = quantised(some[0].x, some, groups, ctx)
         for candidate in some:
             rewrite(candidate, operands[groups[candidate.result]], weights[candidate.weight, groups[candidate.result]])
     return len(taken)
@@ -154,66 +155,11 @@ def paying(found: list[Candidate], fused: dict[fx.Node, float], device: torch.de
         readers[candidate.x].append(candidate)
     taken: set[fx.Node] = set()
     for some in readers.values():
-        pays = gain.pays([each.product(fused.get(each.node, 0.0)) for each in some], some[0].norm is not None, device)
+        products = [each.product(fused.get(each.node, 0.0)) for each in some]
+        alone = writer_of(some[0].x) is not None and set(some[0].x.users) == {each.node for each in some}
+        pays = gain.pays(products, some[0].norm is not None, device, written=alone)
         taken.update(each.node for each, faster in zip(some, pays) if faster)
     return [candidate for candidate in found if candidate.node in taken]
-
-
-def quantised(x: fx.Node, some: list[Candidate], groups: dict[fx.Node, int]) -> dict[int, tuple[fx.Node, fx.Node]]:
-    """Inserts what quantises `x` for the products that read it. Returns (q, scale) by group."""
-    norm = some[0].norm
-    if norm is not None and set(x.users) == {c.node for c in some} and not any(groups[c.result] for c in some):
-        fused = quantised_by_norm(norm, x)
-        if fused is not None:
-            return {0: fused}
-    made: dict[int, tuple[fx.Node, fx.Node]] = {}
-    graph = x.graph
-    for group in dict.fromkeys(groups[c.result] for c in some):
-        with graph.inserting_after(x):
-            pair = call(graph, quantise_rows.launch, (x,), None, {"group": group} if group else {})
-        made[group] = results(pair, x, 0)
-    return made
-
-
-def quantised_by_norm(norm: fx.Node, normed: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Replaces the kernel of a norm by one that quantises its result. None if that does not take its operands."""
-    graph, sums = norm.graph, is_op(norm, (add_layer_norm.launch,))
-    kernel: Any = add_layer_norm8 if sums else layer_norm8
-    names = ("x", "residual", "weight", "bias", "eps") if sums else ("x", "weight", "bias", "eps")
-    operands = [argument(norm, i, name) for i, name in enumerate(names)]
-    more = {name: norm.kwargs.get(name) for name in ("shift", "post_bias")} if sums else {}
-    tensors = [t for t in (*operands[:-1], *more.values()) if t is not None]
-    if len(norm.args) > len(names) or any(dtype(t) != dtype(normed) for t in tensors):
-        return None
-    options = {name: value for name, value in more.items() if value is not None}
-    with graph.inserting_before(norm):
-        new = call(graph, kernel.launch, tuple(operands), None, options)
-    if not sums:
-        return results(new, normed, 0)
-    with graph.inserting_after(new):
-        total = call(graph, operator.getitem, (new, 0), normed)
-    pair = results(new, normed, 1)
-    new.meta["val"] = (total.meta.get("val"), *new.meta["val"])
-    for user in list(norm.users):
-        if user is not normed:
-            replace(user, total)
-    return pair
-
-
-def results(kernel: fx.Node, like: fx.Node, first: int) -> tuple[fx.Node, fx.Node]:
-    """Inserts the nodes of q and scale behind a kernel that returns them at `first` and after. `like` has the shape and
-    device of q."""
-    size = shape(like) or ()
-    vals = meta_like(like, size, torch.int8), meta_like(like, size[:-1], torch.float32)
-    kernel.meta["val"] = vals
-    graph, after = kernel.graph, kernel
-    while is_op(after.next, (operator.getitem,)) and after.next.args[0] is kernel:
-        after = after.next
-    with graph.inserting_after(after):
-        q = call(graph, operator.getitem, (kernel, first), vals[0])
-    with graph.inserting_after(q):
-        scale = call(graph, operator.getitem, (kernel, first + 1), vals[1])
-    return q, scale
 
 
 def rewrite(candidate: Candidate, x: tuple[fx.Node, fx.Node], weight: tuple[fx.Node, fx.Node]) -> None:

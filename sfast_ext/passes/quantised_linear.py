@@ -16,7 +16,7 @@ from torch import fx
 from sfast_ext.kernels.eight_bits import add_layer_norm8, geglu8, layer_norm8, linear8, quantise_rows
 from sfast_ext.kernels.pointwise import geglu
 
-from .eight_bits import quantised_by_norm, results
+from .eight_bits_inputs import quantised_by_norm, results
 from .eight_bits_match import COLUMNS, DEPTH, norm_of
 from .fusion import fusion
 from .rewrite import (

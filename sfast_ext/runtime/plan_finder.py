@@ -241,7 +241,9 @@ class PlanFinder:
         alike = tensors_alone(signature)
         before, self._missed = self._missed, signature
         if self._backoff.must_wait(alike, key):
-            if before is not None and tensors_alone(before) == alike:
+            # a plan of this signature was made for the model as it was before: no argument is new
+            known = any(each.signature == signature for each in self._cache.plans)
+            if before is not None and not known and tensors_alone(before) == alike:
                 name = first_difference(before, signature)
                 if name is not None:
                     raise NotOurs(reasons.ARGUMENT_CHANGES(name))

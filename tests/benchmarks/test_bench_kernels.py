@@ -42,7 +42,8 @@ def small(monkeypatch):
     for name, values in of_quantisers.items():
         monkeypatch.setattr(quantisers, name, values)
     heads = [(2, 5, 3, 16, form) for form in ("complex", "halves", "neighbours")]
-    for name, rows in {"ROWS": [(2, 5, 32)], "HEADS": heads, "GATED": [(6, 16)], "GELU": [(6, 16, 8)]}.items():
+    rows_of = {"ROWS": [(2, 5, 32)], "HEADS": heads, "GATED": [(6, 16)], "GELU": [(6, 16, 8)]}
+    for name, rows in {**rows_of, "GELU8": [(6, 64, "none")]}.items():
         monkeypatch.setattr(transformers, name, rows)
     torch.manual_seed(0)
 

@@ -24,7 +24,9 @@ def table_written(w: World, rng: random.Random) -> None:
         for table in model.rope.tables or ():
             table[row:].mul_(turn.to(table.device))
 
-    with torch.inference_mode(inference):
+    # torch refuses to write to one that a forward made in inference mode, unless that is on
+    made_there = any(table.is_inference() for table in w.twin.rope.tables or ())
+    with torch.inference_mode(inference or made_there):
         w.both(write)
 
 

@@ -121,6 +121,16 @@ def _swiglu(device: torch.device) -> tuple[Any, ...]:
     return tuple(randn(9, 128, dtype=HALF, device=device).chunk(2, -1))
 
 
+@_of("swiglu8")
+def _swiglu8(device: torch.device) -> tuple[Any, ...]:
+    return *_swiglu(device), 64
+
+
+@_of("gelu8")
+def _gelu8(device: torch.device) -> tuple[Any, ...]:
+    return _swiglu(device)[0], "tanh", 64
+
+
 def _tokens(device: torch.device) -> list[Tensor]:
     return [randn(2, 9, 64, dtype=HALF, device=device) for _ in range(2)]
 
@@ -144,6 +154,16 @@ def _gated_residual(device: torch.device) -> tuple[Any, ...]:
 def _gated_norm(device: torch.device) -> tuple[Any, ...]:
     scale, shift, _ = _modulation(device)
     return *_gated_residual(device), *_vectors(device, 2, 64), 1e-5, scale, shift, False, True
+
+
+@_of("modulated_norm8")
+def _modulated_norm8(device: torch.device) -> tuple[Any, ...]:
+    return *_modulated_norm(device), 64
+
+
+@_of("gated_norm8")
+def _gated_norm8(device: torch.device) -> tuple[Any, ...]:
+    return *_gated_norm(device), 64
 
 
 @_of("norm_rotary")

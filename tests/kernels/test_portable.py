@@ -373,7 +373,8 @@ def test_other_strides_and_places(launched, launches):
 
 
 AT_ONE_SIZE = {"layer_norm8", "add_layer_norm8", "modulated_norm", "gated_residual", "gated_norm", "norm_rotary"}
-AT_ONE_SIZE |= {"swiglu"}  # compared in tests/kernels/eight_bits and tests/kernels/pointwise, on a CPU as well
+# compared in tests/kernels/eight_bits and tests/kernels/pointwise, on a CPU as well
+AT_ONE_SIZE |= {"swiglu", "swiglu8", "gelu8", "modulated_norm8", "gated_norm8"}
 
 
 def at_one_size(kernel):

@@ -71,8 +71,8 @@ MUTATIONS = [
     Mutation("columns of 8-bit products", _MATCH, "if columns % COLUMNS or", "if", _WIDTHS),
     Mutation("depths of 8-bit products", _MATCH, "or size[1] % DEPTH", "", _WIDTHS),
     Mutation(
-        "other readers of a norm that is quantised", "passes/eight_bits.py",
-        "set(x.users) == {c.node for c in some} and", "",
+        "other readers of a norm that is quantised", "passes/eight_bits_inputs.py",
+        "if len(turns) == 1 and set(x.users) == {c.node for c in some}:", "if len(turns) == 1:",
         (_PASS + "test_what_writes_the_input_quantises_it",),
     ),
     Mutation(

@@ -101,4 +101,9 @@ MUTATIONS = [
         "return is_op(x.args[0], (gated_norm.launch,)) and x.args[1] == 1",
         "return is_op(x.args[0], (gated_norm.launch,))", _LEFT_ALONE,
     ),
+    Mutation(
+        "an input that is rotated in two ways", "passes/eight_bits_inputs.py",
+        "if len(turns) == 1 and set(x.users)", "if set(x.users)",
+        ("passes/test_eight_bits_transformers.py::test_layers_that_are_rotated_in_two_ways_have_a_kernel_each",),
+    ),
 ]  # fmt: skip

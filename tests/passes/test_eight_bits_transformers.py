@@ -36,7 +36,7 @@ class Layers(nn.Module):
         self.body, self.weight = body, nn.Parameter(torch.ones(C))
         self.one, self.two, self.three = nn.Linear(C, C), nn.Linear(C, 4 * C), nn.Linear(C, 4 * C)
         self.down, self.pixels, self.sum = nn.Linear(4 * C, C), nn.Linear(8 * C, 32), nn.Linear(5 * C, C)
-        self.modulation, self.embed = nn.Linear(C, C), nn.Linear(C, C)
+        self.modulation, self.embed, self.bare = nn.Linear(C, C), nn.Linear(C, C), nn.Linear(C, C, bias=False)
 
     def forward(self, x: Tensor, emb: Tensor) -> Any:
         a, b, c = emb.chunk(3, 1)
@@ -142,4 +142,70 @@ def test_a_block_of_z_image() -> None:
         f"{layers}feed_forward.w1+w3",
         f"{layers}feed_forward.w2",
     ]
-    assert traced.ops()["quantise_rows"] == 4 and traced.error() < 0.05
+    # the input of the last product of the attention alone is written in half precision
+    wanted = {"quantise_rows": 1, "modulated_norm8": 1, "gated_norm8": 1, "swiglu8": 1, "swiglu": 0, "gated_norm": 0}
+    assert {name: traced.ops()[name] for name in wanted} == wanted and traced.error() < 0.05
+
+
+WRITTEN: dict[str, tuple[Callable[..., Any], str]] = {
+    "a modulated norm": (lambda m, x, a, b, c: m.one(m.normed(m.embed(x), a)).sin(), "modulated_norm8"),
+    "a layer norm with a shift": (
+        lambda m, x, a, b, c: m.one(F.layer_norm(m.embed(x), [C]) * (1 + a) + b).sin(), "modulated_norm8",
+    ),
+    "a norm that two products read": (
+        lambda m, x, a, b, c: (y := m.normed(m.embed(x), a), m.one(y).sin(), m.two(y).cos())[1:], "modulated_norm8",
+    ),
+    "the norm of a gated sum": (
+        lambda m, x, a, b, c: ((s := x + a * x.sin()), m.one(m.normed(s, b)).sin()), "gated_norm8",
+    ),
+    "the norm of a sum that nothing else reads": (
+        lambda m, x, a, b, c: m.one(m.normed(m.embed(x) + a * x.sin(), b)).sin(), "gated_norm8",
+    ),
+    "SwiGLU": (lambda m, x, a, b, c: m.down(F.silu(m.two(x)) * m.three(x)), "swiglu8"),
+    "GELU": (lambda m, x, a, b, c: m.down(F.gelu(m.two(x))).sin(), "gelu8"),
+    "GELU by tanh": (lambda m, x, a, b, c: m.down(F.gelu(m.two(x), approximate="tanh")).sin(), "gelu8"),
+}
+
+
+@pytest.mark.parametrize("what", WRITTEN)
+def test_what_writes_the_input_writes_it_in_8_bits(what: str) -> None:
+    body, kernel = WRITTEN[what]
+    traced, names = measured(body)
+    assert names and traced.ops()[kernel] == 1 and traced.ops()["quantise_rows"] == 0
+    assert traced.error() < 0.05
+
+
+QUANTISED: dict[str, Callable[..., Any]] = {
+    "a norm that is a result as well": lambda m, x, a, b, c: (y := m.normed(m.embed(x), a), m.one(y).sin()),
+    "the norm of a sum, in a second sum": lambda m, x, a, b, c: m.one(y := m.normed(x + a * x.sin(), b)) + y,
+    "SwiGLU that is read as it is": lambda m, x, a, b, c: (y := F.silu(m.two(x)) * m.three(x), m.down(y).sin()),
+    "GELU that is cut": lambda m, x, a, b, c: m.down(F.gelu(m.two(x))[:, :140]).sin(),
+    "GELU that is written to": lambda m, x, a, b, c: (y := F.gelu(m.two(x)), m.down(y).sin(), y.add_(1)),
+    "an attention": lambda m, x, a, b, c: m.one(m.attention(x)).sin(),
+}
+"""What is quantised by one more kernel, or not at all."""
+
+
+@pytest.mark.parametrize("what", QUANTISED)
+def test_what_others_read_is_written_in_half_precision(what: str) -> None:
+    traced, names = measured(QUANTISED[what])
+    ops = traced.ops()
+    assert not any(ops[name] for name in ("modulated_norm8", "gated_norm8", "swiglu8", "gelu8"))
+    assert ops["quantise_rows"] == bool(names) and traced.error() < 0.05
+
+
+def test_layers_that_are_rotated_in_two_ways_have_a_kernel_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Selection, "group", lambda self, name, may_rotate: 64 if name == "one" else 0)
+    body = lambda m, x, a, b, c: (y := m.normed(m.embed(x), a), m.one(y).sin(), m.bare(y).cos())[1:]
+    traced, names = measured(body)
+    assert names == ["bare", "one"] and traced.ops()["quantise_rows"] == 2 and not traced.ops()["modulated_norm8"]
+    assert traced.error() < 0.05
+    monkeypatch.setattr(Selection, "group", lambda self, name, may_rotate: 64)
+    traced, _ = measured(body)
+    assert traced.ops()["quantise_rows"] == 0 and traced.ops()["modulated_norm8"] == 1 and traced.error() < 0.05
+
+
+def test_without_the_kernels_one_more_quantises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eight_bit_kernels, "AROUND", eight_bit_kernels.AROUND[:-4])
+    traced, names = measured(TAKEN["SwiGLU"][0])
+    assert names == ["down"] and traced.ops()["quantise_rows"] == traced.ops()["swiglu"] == 1

@@ -57,8 +57,6 @@ def run_bypass_reason(pipe: Any, unet: nn.Module) -> Reason | None:
             return what()
     if hasattr(pipe, "tgate"):
         return reasons.T_GATE()
-    if getattr(unet, "peft_config", None):
-        return reasons.LORA_BY_DIFFUSERS()
     return layers_bypass_reason(unet)
 
 

@@ -124,14 +124,20 @@ def input_cost(rows: int, depth: int, by_norm: bool, device: torch.device, on: R
     return _LAUNCH + 3 * rows * depth / on.bandwidth
 
 
-def pays(products: list[Product], by_norm: bool, device: torch.device) -> list[bool]:
-    """Of products of one input, which of them are worth computing in 8 bits. On a CPU all are."""
+def pays(products: list[Product], by_norm: bool, device: torch.device, *, written: bool = False) -> list[bool]:
+    """Of products of one input, which of them are worth computing in 8 bits. On a CPU all are.
+
+    Args:
+        by_norm: see `input_cost`.
+        written: whether the kernel of a transformer's norm, or of an activation, writes the input in 8 bits. That costs
+            nothing.
+    """
     if device.type != "cuda":
         return [True] * len(products)
     on = rates(device)
     if on is None:
         return [False] * len(products)
     each = [saved(product, on) for product in products]
-    cost = input_cost(products[0].rows, products[0].depth, by_norm, device, on)
+    cost = 0.0 if written else input_cost(products[0].rows, products[0].depth, by_norm, device, on)
     enough = sum(x for x in each if x > 0) > _MARGIN * cost
     return [x > 0 and enough for x in each]

@@ -50,6 +50,6 @@ def launch(
     operands = modulated_norm.Operands(x, y, inner_weight, weight, bias, gate, scale, shift)
     plus_one = plus_one and scale is not None
     parts = modulated_norm.Parts(True, inner_eps is not None, tanh and gate is not None, 1 if rms else 2, plus_one)
-    total, out = modulated_norm.modulated(operands, parts, inner_eps or 0.0, eps)
+    total, out, _ = modulated_norm.modulated(operands, parts, inner_eps or 0.0, eps)
     assert total is not None and out is not None
     return total, out

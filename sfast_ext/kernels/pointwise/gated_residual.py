@@ -46,6 +46,6 @@ def launch(
     `modulated_norm.launch`."""
     operands = modulated_norm.Operands(x, y, inner_weight, gate=gate)
     parts = modulated_norm.Parts(add=True, inner=inner_eps is not None, tanh=tanh)
-    out_sum, _ = modulated_norm.modulated(operands, parts, inner_eps or 0.0)
+    out_sum, _, _ = modulated_norm.modulated(operands, parts, inner_eps or 0.0)
     assert out_sum is not None
     return out_sum

@@ -54,6 +54,8 @@ _CHUNKS = (2, 1, 3, 4, 5)
 _FEW = 2
 """Accesses of a thread otherwise, until a row has `_MAX_THREADS`."""
 _MAX_CHUNKS = 5
+ROTATED_PACK = 8
+"""Elements of an access that a rotation needs."""
 
 
 class Parts(NamedTuple):
@@ -65,17 +67,28 @@ class Parts(NamedTuple):
     norm: int = 0
     """0 none, 1 RMS, 2 layer norm."""
     plus_one: bool = False
+    codes: bool = False
+    """Whether the norm's result is int8, with a scale for each row."""
+    group: int = 0
+    """How many neighbours are rotated before (kernels/eight_bits/quantise_rows.py)."""
 
 
-def constants(columns: int, pack: int, dtype: torch.dtype, parts: Parts) -> dict[str, int] | None:
-    """Compile-time parameters of csrc/modulated_norm.cu; None for rows that it does not take."""
+def threads_and_chunks(columns: int, pack: int) -> tuple[int, int] | None:
+    """The threads of a row, whole warps, and the accesses of each; None for rows that are too long."""
     accesses = cdiv(columns, pack)
     even = (n for n in _CHUNKS if accesses % (_WARP * n) == 0 and accesses // n <= _MAX_THREADS // 2)
     chunks = next(even, 0) if columns % pack == 0 else 0
     threads = accesses // chunks if chunks else min(_MAX_THREADS, _WARP * cdiv(cdiv(accesses, _FEW), _WARP))
-    chunks = chunks or cdiv(accesses, threads)
-    if not 0 < chunks <= _MAX_CHUNKS:
+    chunks = chunks or cdiv(accesses, threads or 1)
+    return (threads, chunks) if 0 < chunks <= _MAX_CHUNKS else None
+
+
+def constants(columns: int, pack: int, dtype: torch.dtype, parts: Parts) -> dict[str, int] | None:
+    """Compile-time parameters of csrc/modulated_norm.cu; None for rows that it does not take."""
+    found = threads_and_chunks(columns, pack)
+    if found is None:
         return None
+    threads, chunks = found
     return {
         "TYPE": cuda_tier.TYPES[dtype],
         "ADD": int(parts.add),
@@ -83,6 +96,8 @@ def constants(columns: int, pack: int, dtype: torch.dtype, parts: Parts) -> dict
         "TANH": int(parts.tanh),
         "NORM": parts.norm,
         "PLUS_ONE": int(parts.plus_one),
+        "CODES": int(parts.codes),
+        "GROUP": parts.group,
         "THREADS": threads,
         "ROWS": max(1, _BLOCK_THREADS // threads),
         "CHUNKS": chunks,
@@ -97,7 +112,7 @@ def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
     return [*tensors, *numbers], constants["THREADS"] * constants["ROWS"], 0
 
 
-_OPERANDS = ("x", "y", "inner_weight", "weight", "bias", "gate", "scale", "shift", "out_sum", "out")
+_OPERANDS = ("x", "y", "inner_weight", "weight", "bias", "gate", "scale", "shift", "out_sum", "out", "scales")
 SOURCE = nvrtc.Source("modulated_norm", _prepared, (*_OPERANDS, "strides", "sizes", "epsilons"))
 
 
@@ -148,8 +163,8 @@ def _vectors(t: Tensor | None, x: Tensor) -> _Vectors:
 
 def modulated(
     operands: Operands, parts: Parts, inner_eps: float = 0.0, eps: float = 0.0
-) -> tuple[Tensor | None, Tensor | None]:
-    """(sum, y) by one kernel: the sum is None without an addition, y without a norm.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(sum, y, scale) by one kernel: the sum is None without an addition, y without a norm, the scale if y is no int8.
 
     Raises:
         Declined: the operands are not taken.
@@ -165,18 +180,23 @@ def modulated(
     x, y = x.contiguous(), None if y is None else y.contiguous()
     inner_weight, weight, bias = (None if t is None else t.contiguous() for t in (inner_weight, weight, bias))
     out_sum = torch.empty(x.shape, dtype=x.dtype, device=x.device) if parts.add else None
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if parts.norm else None
+    kind = torch.int8 if parts.codes else x.dtype
+    out = torch.empty(x.shape, dtype=kind, device=x.device) if parts.norm else None
+    scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if parts.codes else None
     vectors = gate, scale, shift
     width = math.gcd(columns, *(each.stride for each in vectors))
-    tensors = (x, y, inner_weight, weight, bias, *(each.tensor for each in vectors), out_sum, out)
-    given = constants(columns, cuda_tier.pack(width, *tensors), x.dtype, parts)
+    tensors = (x, y, inner_weight, weight, bias, *(each.tensor for each in vectors), out_sum)
+    given = constants(columns, pack := cuda_tier.pack(width, *tensors), x.dtype, parts)
+    if parts.group and (pack != ROTATED_PACK or columns % parts.group):
+        raise Declined("a rotation of rows that are not divided so")
     rows = x.numel() // columns
     if given is None or rows >= 2**31:
         raise Declined("rows that are too long, or too many")
     if rows:
         strides, sizes = [each.stride for each in vectors], [*(each.rows for each in vectors), rows, columns]
-        launch_kernel(SOURCE, (cdiv(rows, given["ROWS"]),), *tensors, strides, sizes, [inner_eps, eps], **given)  # type: ignore[arg-type]
-    return out_sum, out
+        grid = (cdiv(rows, given["ROWS"]),)
+        launch_kernel(SOURCE, grid, *tensors, out, scales, strides, sizes, [inner_eps, eps], **given)  # type: ignore[arg-type]
+    return out_sum, out, scales
 
 
 @kernel(reference, portable=True, cuda_sources=(SOURCE,))
@@ -196,6 +216,6 @@ def launch(
     if rows begin at odd places. Rows that share a vector of scale or shift are neighbours.
     """
     parts = Parts(norm=1 if rms else 2, plus_one=plus_one and scale is not None)
-    _, out = modulated(Operands(x, weight=weight, bias=bias, scale=scale, shift=shift), parts, eps=eps)
+    _, out, _ = modulated(Operands(x, weight=weight, bias=bias, scale=scale, shift=shift), parts, eps=eps)
     assert out is not None
     return out

@@ -41,7 +41,7 @@ SOURCE = nvrtc.Source(
 )
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """x as (rows, N): a view if its rows are equally far apart, as in a part of a packed product."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
@@ -55,7 +55,7 @@ def launch(gate: Tensor, value: Tensor) -> Tensor:
     if not gate.dim() or not gate.shape[-1] or gate.shape != value.shape or gate.numel() >= 2**31:
         raise Declined("tensors of two shapes, without columns or too large")
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    gates, values = _rows(gate), _rows(value)
+    gates, values = rows_of(gate), rows_of(value)
     rows, columns = gates.shape
     strides = gates.stride(0), values.stride(0)
     pack = cuda_tier.pack(math.gcd(columns, *(strides if rows > 1 else ())), gates, values, out)

@@ -88,6 +88,13 @@ def random_transformer(
     Args:
         changes: of the arguments of its class, such as fewer layers.
     """
+    return randomise(blank_transformer(name, dtype=dtype, device=device, **changes), seed).eval().requires_grad_(False)
+
+
+def blank_transformer(
+    name: str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", **changes: Any
+) -> nn.Module:
+    """A transformer whose weights are not initialised."""
     import diffusers
 
     kind = name.removeprefix("tiny-")
@@ -104,7 +111,7 @@ def random_transformer(
         torch.set_default_dtype(default)
     for module in model.modules():
         _tables_to_cpu(module)
-    return randomise(nn.Module.to(model, dtype), seed).eval().requires_grad_(False)
+    return nn.Module.to(model, dtype)
 
 
 def _tables_to_cpu(module: nn.Module) -> None:

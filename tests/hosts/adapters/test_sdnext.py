@@ -305,12 +305,6 @@ def test_its_own_compile_and_quantised_weights_are_bypassed(host: Host) -> None:
     assert "DeepCache" in host.reasons()
 
 
-def test_lora_in_layers_of_diffusers_runs_the_original(host: Host) -> None:
-    host.sd_models.load_model(pipeline())
-    host.picture(apply=lambda pipe: setattr(pipe.unet, "peft_config", {"default": object()}))
-    assert host.runs() == 0 and "loaded by diffusers" in host.reasons()
-
-
 def test_a_model_without_a_unet_is_named(host: Host) -> None:
     host.modeldata.model_data.sd_model = SimpleNamespace(transformer=nn.Linear(2, 2))
     host.session.follow()

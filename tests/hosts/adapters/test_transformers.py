@@ -95,11 +95,35 @@ def test_sdnext_names_what_quantised_a_transformer(sdnext: Host) -> None:
     assert "quanto" in sdnext.reasons() and accelerator_of(pipe.transformer) is None
 
 
-def test_sdnext_runs_the_original_with_lora_in_layers_of_diffusers(sdnext: Host) -> None:
+def test_sdnext_follows_a_lora_in_layers_of_diffusers(sdnext: Host) -> None:
+    peft = pytest.importorskip("peft")
     sdnext.sd_models.load_model(pipeline(KINDS[0]))
-    sdnext.modeldata.model_data.sd_model.transformer.peft_config = {"default": object()}
-    image(sdnext)
-    assert sdnext.runs() == 0 and "loaded by diffusers" in sdnext.reasons()
+    model, twin = sdnext.modeldata.model_data.sd_model.transformer, transformer(KINDS[0])
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)][-9:-1]
+    assert close(image(sdnext, prompts=(5,)), predicted(twin, prompts=(5,)))
+
+    def add(each: Any, adapter: str) -> None:
+        each.add_adapter(peft.LoraConfig(r=2, lora_alpha=3, target_modules=names), adapter_name=adapter)
+        for name, weight in each.eval().named_parameters():
+            if f".{adapter}." in name:
+                torch.manual_seed(len(name))
+                weight.data.copy_(torch.randn_like(weight) / 4)
+
+    changes: list[Any] = [
+        lambda each: add(each, "one"),
+        lambda each: each.set_adapters(["one"], [0.4]),
+        lambda each: (add(each, "two"), each.set_adapters(["one", "two"], [-0.5, 0.8])),
+        lambda each: each.disable_adapters(),
+    ]
+    last = predicted(twin, prompts=(5,))
+    for i, change in enumerate(changes):
+        change(model), change(twin)
+        wanted, runs = predicted(twin, prompts=(5,)), sdnext.runs()
+        for _ in range(2):
+            assert close(image(sdnext, prompts=(5,)), wanted), i
+        assert not close(wanted, last) and sdnext.runs() > runs, (i, sdnext.reasons())
+        last = wanted
+    assert sdnext.status()["last_error"] is None
 
 
 def test_sdnext_follows_weights_that_a_lora_changes(sdnext: Host) -> None:

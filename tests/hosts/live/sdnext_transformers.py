@@ -20,6 +20,7 @@ from diffusers import (
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -91,8 +92,27 @@ def z_image(seed: int) -> Any:
     )
 
 
+PROJECTIONS = ("to_q", "to_v", "to_out.0", "linear_1", "w1", "w2")
+
+
+def lora(transformer: Any, seed: int) -> dict[str, torch.Tensor]:
+    """A LoRA on projections of attentions and feed-forward parts, in the names of diffusers."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, module in transformer.named_modules():
+        if isinstance(module, torch.nn.Linear) and name.startswith("layers.") and name.endswith(PROJECTIONS):
+            rows, columns = module.weight.shape
+            down, up = (torch.randn(*size, generator=generator) * 0.3 for size in ((4, columns), (rows, 4)))
+            found[f"transformer.{name}.lora_A.weight"], found[f"transformer.{name}.lora_B.weight"] = down, up
+    return found
+
+
 def main(folder: Path) -> None:
-    """Write both under the host's models folder."""
+    """Write both, and two LoRAs for each, under the host's models folder."""
+    (folder / "Lora").mkdir(parents=True, exist_ok=True)
+    for name, made in (("lumina", lumina_2(51)), ("zimage", z_image(52))):
+        for i in (1, 2):
+            save_file(lora(made.transformer, 60 + i), str(folder / "Lora" / f"{name}-{i}.safetensors"))
     lumina_2(51).save_pretrained(folder / "Diffusers" / "tiny-lumina-image-2")
     made = z_image(52)
     made.save_pretrained(folder / "Diffusers" / "tiny-z-image")

@@ -31,6 +31,7 @@ ROUND: list[sdnext.Step] = [
     drawn("plain at last"),
     options("to PEFT", lora_force_diffusers=True),
     told("PEFT", "<lora:strong:1>"),
+    told("PEFT, another seed", "<lora:strong:1>", seed=2),
     told("PEFT, another weight", "<lora:strong:0.5>"),
     drawn("PEFT, gone"),
     options("from PEFT", lora_force_diffusers=False),
@@ -39,7 +40,7 @@ ROUND: list[sdnext.Step] = [
     told("native after PEFT", "<lora:strong:1>"),
 ]
 PICTURES = sdnext.pictured(ROUND)
-BY_PEFT = ["PEFT", "PEFT, another weight", "PEFT, gone"]
+BY_PEFT = ["PEFT", "PEFT, another seed", "PEFT, another weight", "PEFT, gone"]
 # other sizes and batches, and a model loaded anew
 NEW_PLANS = ["plain", "batch", "hires fix", "plain after PEFT"]
 
@@ -60,7 +61,10 @@ def test_native_networks_are_accelerated(played: Played, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_PEFT)
-def test_networks_loaded_by_diffusers_run_the_original_until_the_model_is_loaded_anew(
-    played: Played, name: str
-) -> None:
-    played.bypassed(name, "LoRA is loaded by diffusers")
+def test_networks_loaded_by_diffusers_are_accelerated_once_they_stay(played: Played, name: str) -> None:
+    assert played.ran(name) > 0 or "changes again and again" in str(played.reasons(name)), played.reasons(name)
+    assert played.reports[name]["last_error"] is None
+
+
+def test_an_image_with_a_network_loaded_by_diffusers_is_accelerated(played: Played) -> None:
+    assert played.ran("PEFT, another seed") > 0, played.reasons("PEFT, another seed")

@@ -6,6 +6,7 @@ from itertools import product
 
 import torch
 
+from sfast_ext.kernels.eight_bits import swiglu8
 from sfast_ext.kernels.pointwise import modulated_norm, norm_rotary, swiglu
 from sfast_ext.kernels.pointwise.modulated_norm import Parts
 
@@ -20,6 +21,7 @@ _PARTS = (
     Parts(True, True, True, 1, True),
     Parts(True, False, False, 2, True),
 )
+_CODES = (Parts(norm=2, plus_one=True, codes=True, group=256), Parts(True, True, True, 1, True, codes=True))
 
 
 def transformer_cases() -> list[tuple[str, dict[str, int]]]:
@@ -30,10 +32,16 @@ def transformer_cases() -> list[tuple[str, dict[str, int]]]:
         if pack == 1:
             widths, heads = (77,), ((30, 5),)
         found.append(("swiglu", swiglu.constants(pack, dtype)))
-        for columns, parts in product(widths, _PARTS):
+        codes = () if dtype == torch.float32 else _CODES[pack == 1 :]
+        for columns, parts in product(widths, (*_PARTS, *codes)):
             given = modulated_norm.constants(columns, pack, dtype, parts)
             assert given is not None
             found.append(("modulated_norm", given))
+        if codes:
+            for columns, gated, group in ((10240, True, 256), (9216, True, 0), (8192, False, 256)):
+                given = swiglu8.constants(columns, pack, dtype, group * (pack > 1), gated=gated, tanh=False)
+                if given is not None:
+                    found.append(("activation8", given))
         for (columns, count), form, norm in product(heads, norm_rotary.FORMS, (True, False)):
             if norm or form != "none":
                 found.append(("norm_rotary", norm_rotary.constants(columns, count, pack, dtype, norm, form)))

@@ -1,0 +1,70 @@
+// Activations of rows as int8 with a scale each, after a rotation of groups of neighbours if GROUP is not 0; for any card.
+//
+// THREADS threads, whole warps, keep a row in registers; a block has ROWS rows. A thread has CHUNKS times PACK
+// neighbouring columns, THREADS * PACK columns apart.
+//
+// Compile-time parameters: TYPE, that of the rows (elements.h); GATED, whether it is SwiGLU of two rows, else GELU of
+// one; TANH (gelu.h); GROUP, 0, 64, 128 or 256, for which PACK is 8; THREADS, ROWS, CHUNKS, PACK; EXACT, whether the
+// threads have just as many columns as a row.
+
+#include "elements.h"
+#include "gelu.h"
+#include "quantise.h"
+
+typedef Stored<TYPE>::Bits In;
+typedef Pack<TYPE, PACK> Access;
+
+// x, gate: (rows, columns), rows so many elements apart, multiples of PACK; gate is not read without GATED. out: (rows,
+// columns), dense; columns is a multiple of PACK and of GROUP. scales: (rows,).
+extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
+    activation8(const In* __restrict__ x, const In* __restrict__ gate, signed char* __restrict__ out,
+                float* __restrict__ scales, long long x_stride, long long gate_stride, int rows, int columns) {
+  pdl_wait();
+  __shared__ unsigned room[THREADS * ROWS / 32];
+  // threads behind the last row do the same as those of the last row
+  const int row = min((int)(blockIdx.x * ROWS + threadIdx.x / THREADS), rows - 1);
+  const int thread = threadIdx.x % THREADS;
+  Access loaded[CHUNKS];
+#if GATED
+  Access gates[CHUNKS];
+#endif
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    const int column = (i * THREADS + thread) * PACK;
+    loaded[i] = Access();
+    if (EXACT || column < columns) load(x + row * x_stride + column, loaded[i]);
+#if GATED
+    gates[i] = Access();
+    if (EXACT || column < columns) load(gate + row * gate_stride + column, gates[i]);
+#endif
+  }
+  float values[CHUNKS][PACK];
+  unsigned largest = 0;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    loaded[i].to(values[i]);
+#if GATED
+    float factors[PACK];
+    gates[i].to(factors);
+#endif
+#pragma unroll
+    for (int j = 0; j < PACK; ++j) {
+#if GATED
+      values[i][j] *= factors[j] / (1.f + expf(-factors[j]));
+#else
+      values[i][j] = gelu(values[i][j]);
+#endif
+    }
+#if GROUP
+    rotate(values[i], GROUP);
+#endif
+    largest = largest_of(largest, values[i]);
+  }
+  const RowScale found = row_scale(largest_of_row<THREADS>(largest, room), unit_of(GROUP));
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    const int column = (i * THREADS + thread) * PACK;
+    if (EXACT || column < columns) store_codes(out + (long long)row * columns + column, values[i], found);
+  }
+  if (thread == 0) scales[row] = found.scale;
+}
