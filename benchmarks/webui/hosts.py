@@ -11,11 +11,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "stock": {},
     "unet": {"sfast_vae": False, "sfast_png": False},
     "pillow": {"sfast_png": False},
+    "no-text": {"sfast_text_encoders": False},
+    "eight": {"sfast_eight_bits": True},
+    "ahead": {"sfast_ahead": True},
     "extended": {},
 }
 """Settings of the WebUI for each way: without the extension, with the UNet alone accelerated, with all but
-PNG files, with all."""
+PNG files, with all but the text encoders, in 8 bits, prepared after the start, with all."""
 PROBE = Path(__file__).with_name("probe.py")
+FACES = Path(__file__).with_name("faces.py")
 SMALL_CARD = Path(__file__).with_name("small_card")
 """Packages that make the GPU of a WebUI a small one."""
 LARGE = {"sd15": "full", "sdxl": "full-xl"}
@@ -45,6 +49,12 @@ def small_card(gib: float | None) -> Path | None:
     return SMALL_CARD
 
 
+def kept(options: argparse.Namespace) -> Path | None:
+    """The folder in which models of random weights stay for the next run, if one is named."""
+    folder: Path | None = getattr(options, "models", None)
+    return folder and folder.resolve()
+
+
 def linked(checkpoint: Path, folder: Path) -> str:
     """A checkpoint of the user's, put into a folder. Its name."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,17 +73,19 @@ class A1111:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         from tests.hosts.live import a1111, webui
 
-        models, self.data = folder / "models", folder / "data"
-        models.mkdir()
+        models, self.data = kept(options) or folder / "models", folder / "data"
+        models.mkdir(parents=True, exist_ok=True)
         if options.checkpoint is None:
             made = self.tiny if options.tiny else LARGE[options.model]
-            self.make_models(models, *([] if options.tiny else [made]))
             checkpoint = f"{made}.safetensors"
+            if not (models / "Stable-diffusion" / checkpoint).exists():
+                self.make_models(models, *([] if options.tiny else [made]))
         else:
             checkpoint = linked(options.checkpoint, models / "Stable-diffusion")
         self.data.mkdir()
         a1111.make_data(self.data, models, vae_plans=options.vae_plans_at_once)
         webui.add_extension(self.data, "sfast-probe", PROBE.read_text(encoding="utf-8"))
+        webui.add_extension(self.data, "sfast-faces", FACES.read_text(encoding="utf-8"))
         self.settings = {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
         self.packages = small_card(options.card)
 
@@ -110,10 +122,11 @@ class SDNext:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         from tests.hosts.live import sdnext
 
-        self.module, self.folder, self.models = sdnext, folder, folder / "models"
+        self.module, self.folder, self.models = sdnext, folder, kept(options) or folder / "models"
         if options.checkpoint is None:
-            sdnext.make_models(self.models, *([] if options.tiny else [options.model]))
             checkpoint = f"Diffusers/{'tiny-a' if options.tiny else LARGE[options.model]}"
+            if not (self.models / checkpoint).exists():
+                sdnext.make_models(self.models, *([] if options.tiny else [options.model]))
         else:
             checkpoint = linked(options.checkpoint, self.models / "Stable-diffusion")
         self.device = "--use-cpu all" if options.tiny else ""
@@ -165,7 +178,10 @@ class ForgeNeo(A1111):
         """See `A1111`."""
         from tests.hosts.live import forge
 
-        return forge.start(self.data, name, settings, getattr(forge, self.program), flags, self.packages)
+        webui = forge.start(self.data, name, settings, getattr(forge, self.program), flags, self.packages)
+        if name.startswith("unet-"):
+            webui.env["SFAST_PROBE_UNET_ALONE"] = "1"
+        return webui
 
 
 class ForgeClassic(ForgeNeo):
@@ -176,9 +192,27 @@ class ForgeClassic(ForgeNeo):
     program = "CLASSIC"
 
 
+class Forge(ForgeNeo):
+    """Forge by lllyasviel."""
+
+    variable = "SFAST_FORGE_OLD_DIR"
+    hires = {**A1111.hires, "hr_cfg": 7.0, "hr_additional_modules": ["Use same choices"]}
+    program = "OLD"
+
+
+class ReForge(ForgeNeo):
+    """reForge."""
+
+    variable = "SFAST_REFORGE_DIR"
+    hires = A1111.hires
+    program = "REFORGE"
+
+
 HOSTS: dict[str, type[A1111] | type[SDNext]] = {
     "a1111": A1111,
     "sdnext": SDNext,
     "forge-neo": ForgeNeo,
     "forge-classic": ForgeClassic,
+    "forge": Forge,
+    "reforge": ReForge,
 }

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,24 +38,50 @@ from sfast_ext.tools.lib import machine
 
 PROMPT = "a dog on a hill, morning light"
 SAMPLER = "Euler a"
-KINDS = ("txt2img", "hires", "img2img")
+KINDS = ("txt2img", "hires", "img2img", "faces", "control")
 CLIENT = "HTTP and API"
+APART = 40
+"""Numbers of images that are taken apart begin here."""
+TOGETHER_S = 90.0
+"""How long a run waits for those that were started with it."""
 
 
 def payload_of(host: Host, kind: str, width: int, height: int, options: argparse.Namespace) -> dict[str, Any]:
     """A request."""
     said = {"prompt": PROMPT, "steps": options.steps, "width": width, "height": height, "sampler_name": SAMPLER}
     said |= {"batch_size": options.batch, "save_images": False}
-    if kind == "hires":
+    if kind in ("hires", "faces"):
         said |= host.hires
-    if kind == "img2img":
+    if kind in ("img2img", "control"):
         from PIL import Image
 
         from tests.hosts.live.webui import encoded
 
-        gradient = Image.linear_gradient("L").resize((width, height)).convert("RGB")
-        said |= {"denoising_strength": 0.75, "init_images": [encoded(gradient)]}
+        gradient = encoded(Image.linear_gradient("L").resize((width, height)).convert("RGB"))
+        if kind == "img2img":
+            said |= {"denoising_strength": 0.75, "init_images": [gradient]}
+        else:
+            unit = {"enabled": True, "image": gradient, "module": "None", "model": "control", "pixel_perfect": True}
+            said["alwayson_scripts"] = {"ControlNet": {"args": [unit]}}
     return said
+
+
+def numbered(payload: dict[str, Any], kind: str, number: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The request of one picture: its seed, if asked for its prompt, and for faces sizes that no other picture has."""
+    said = {**payload, "seed": number}
+    if options.another_prompt:
+        said["prompt"] = f"{payload['prompt']}, {number}"
+    if kind == "faces":
+        first, *faces = (size_of(4 * number + pass_, payload["width"], payload["height"]) for pass_ in range(4))
+        said |= {"width": first[0], "height": first[1]}
+        args = [",".join(f"{width}x{height}" for width, height in faces)]
+        said["alwayson_scripts"] = {"sfast faces": {"args": args}}
+    return said
+
+
+def size_of(number: int, width: int, height: int) -> tuple[int, int]:
+    """A size near this one. It repeats after 17 * 19 numbers."""
+    return width + 8 * (5 * number % 17 - 8), height + 8 * (7 * number % 19 - 9)
 
 
 def taken(webui: Any, kind: str, payload: dict[str, Any]) -> tuple[float, str]:
@@ -63,13 +91,15 @@ def taken(webui: Any, kind: str, payload: dict[str, Any]) -> tuple[float, str]:
     return time.perf_counter() - began, answer["images"][0]
 
 
-def taken_apart(webui: Any, kind: str, payload: dict[str, Any], pictures: int) -> dict[str, Any]:
+def taken_apart(webui: Any, kind: str, payload: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The breakdown of so many pictures. The profiler's own start is in one before them."""
     webui.post("/sfast-probe/start", {})
     requests = []
-    for number in range(pictures + 1):
+    for number in range(options.breakdown + 1):
+        # sizes and prompts that the images before had not
+        said = numbered({**payload, "prompt": f"{PROMPT}, taken apart {number}"}, kind, APART + number, options)
         began = time.time_ns()
-        taken(webui, kind, {**payload, "prompt": f"{PROMPT}, {number}", "seed": number})
+        taken(webui, kind, said)
         requests.append(breakdown.Span(CLIENT, began, time.time_ns()))
     probed = webui.post("/sfast-probe/stop", {})
     found = []
@@ -88,7 +118,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     weights = "random" if options.checkpoint is None else options.checkpoint.name
     described = {"host": options.host, "steps": options.steps, "sampler": SAMPLER}
     described |= {"model": options.model, "weights": weights, "batch": options.batch, "card_gib": options.card}
-    described["vae_plans_at_once"] = options.vae_plans_at_once
+    described |= {"vae_plans_at_once": options.vae_plans_at_once, "another_prompt": options.another_prompt}
     found = {**machine.describe(), **described, "rows": rows}
     webuis = {(flags, way): host.start(way, n, flags) for n, flags in enumerate(options.flags) for way in options.ways}
     with contextlib.ExitStack() as stack:
@@ -97,12 +127,37 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         # SD.Next takes half a minute to start
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda webui: host.ready(webui.__enter__()), webuis.values()))
+        stack.enter_context(turn(options.turn))
         for kind in options.kinds:
             for size in options.sizes:
                 rows += pictures(host, webuis, options, kind, *size)
                 if options.json:
                     records.write(options.json, found)
     return found
+
+
+@contextlib.contextmanager
+def turn(told: str | None) -> Iterator[None]:
+    """Wait until other runs that were started at the same time are ready as well, and those before this one are done.
+
+    Args:
+        told: a folder, the number of this run and how many there are, with commas between them; None if it is alone.
+    """
+    if told is None:
+        yield
+        return
+    name, number, others = told.rsplit(",", 2)
+    folder = Path(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{number}.ready").touch()
+    until = time.monotonic() + TOGETHER_S
+    while len(list(folder.glob("*.ready"))) < int(others) and time.monotonic() < until:
+        time.sleep(0.1)
+    # those before come first if they are ready
+    time.sleep(0.3 * int(number))
+    with open(folder / "turn", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def pictures(
@@ -121,9 +176,13 @@ def pictures(
     for seed in range(options.pictures + 1):
         made = {}
         for key, webui in webuis.items():
-            second, made[key] = taken(webui, kind, {**payload, "seed": seed})
+            if key[1] == "stock" and options.stock is not None and seed > options.stock:
+                continue
+            second, made[key] = taken(webui, kind, numbered(payload, kind, seed, options))
             seconds[key].append(round(second, 4))
         for flags, found in apart.items():
+            if (flags, "stock") not in made:
+                continue
             found.append(round(difference(made[flags, "stock"], made[flags, "extended"]), 4))
     rows: list[dict[str, Any]] = []
     for flags in options.flags:
@@ -138,6 +197,7 @@ def pictures(
             "median_s": median,
             "ratio": round(median["stock"] / median["extended"], 3),
             "first_picture_s": {way: times[0] for way, times in taken_by.items()},
+            "total_s": {way: round(sum(times), 3) for way, times in taken_by.items()},
             "picture_s": {way: times[1:] for way, times in taken_by.items()},
             "reserved_mb": {way: _reserved(webuis[flags, way]) for way in options.ways},
             "apart_of_255": apart[flags],
@@ -149,7 +209,7 @@ def pictures(
         print(words(row, rows[0] if rows else row), flush=True)
         if options.breakdown:
             row["breakdown"] = {
-                way: taken_apart(webuis[flags, way], kind, payload, options.breakdown) for way in options.ways
+                way: taken_apart(webuis[flags, way], kind, payload, options) for way in options.ways
             }
             for way, found in row["breakdown"].items():
                 print("\n".join(breakdown.lines(way, found)), flush=True)
@@ -170,8 +230,10 @@ def words(row: dict[str, Any], first: dict[str, Any]) -> str:
         f" extension {median['extended']:.3f} s, {row['ratio']:.2f} times as fast, at most"
         f" {max(row['apart_of_255'])} of 255 off"
     )
-    if "unet" in median:
-        told += f"; {median['unet']:.3f} s with the UNet alone"
+    others = {way: seconds for way, seconds in median.items() if way not in ("stock", "extended")}
+    told += "".join(f"; {seconds:.3f} s {way}" for way, seconds in others.items())
+    if row["kind"] == "faces":
+        told += f"; in total {row['total_s']}"
     if row is not first:
         told += f"; {median['extended'] / first['median_s']['extended']:.3f} of {first['flags'] or 'no flag'}"
     if not row["plans_ran"] or row["last_error"]:
@@ -187,7 +249,12 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model instead, also on a CPU: to try this out")
     parser.add_argument("--model", choices=sorted(LARGE), default="sd15", help="its size (%(default)s)")
     parser.add_argument(
-        "--kind", choices=sorted(KINDS), action="append", dest="kinds", help="of request (txt2img); hires doubles sizes"
+        "--kind",
+        choices=sorted(KINDS),
+        action="append",
+        dest="kinds",
+        help="of request (txt2img); hires doubles sizes; faces (AUTOMATIC1111): hires and three inpaints after it, in "
+        "sizes that never repeat; control (Forge Neo): with a ControlNet",
     )
     parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated (the GPU's own)")
     parser.add_argument("--batch", type=int, default=1, help="pictures at once (%(default)s)")
@@ -196,8 +263,10 @@ def main() -> int:
         choices=sorted(WAYS),
         action="append",
         dest="more",
-        help="one more WebUI each: unet is without VAE and PNG, pillow without PNG",
+        help="one more WebUI each: unet is without VAE and PNG, pillow without PNG, no-text without text encoders, "
+        "eight with 8 bits",
     )
+    parser.add_argument("--another-prompt", action="store_true", help="for each picture")
     parser.add_argument("--breakdown", type=int, default=0, metavar="N", help="pictures that are taken apart (none)")
     parser.add_argument("--vae-plans-at-once", action="store_true", help="with the second picture, not when they pay")
     parser.add_argument("--size", type=cli.size, action="append", dest="sizes", metavar="WxH", help="default: 512x512")
@@ -208,6 +277,9 @@ def main() -> int:
         action="append",
         help="of the WebUI; each set is a WebUI more for each way (AUTOMATIC1111: --opt-sdp-attention)",
     )
+    parser.add_argument("--stock", type=int, metavar="N", help="of these with the WebUI alone, at most (all)")
+    parser.add_argument("--turn", metavar="DIR,N,ALL", help="this is run N of so many that start at the same time")
+    parser.add_argument("--models", type=Path, metavar="DIR", help="where models of random weights stay (nowhere)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     options = parser.parse_args()
     options.sizes = options.sizes or [(512, 512)]

@@ -2,7 +2,9 @@
 
     POST /sfast-probe/start    begins
     POST /sfast-probe/stop     answers {"phases": [[name, begin, end], …], "busy": [[begin, end], …]}
-    POST /sfast-probe/memory   answers {"bytes": what torch has reserved of the GPU at most since the last one}
+    POST /sfast-probe/count    from now on the UNet's memory is counted at each step
+    POST /sfast-probe/memory   answers {"bytes": what torch has reserved of the GPU at most since the last one,
+                               "unet": what AUTOMATIC1111's UNet had of it at a step, its weights in 8 bits included}
 
 Times are nanoseconds since 1970. Phases are calls of the functions below, which contain each other; of one thread, as
 the WebUI makes one picture at a time. `busy` are the times in which the GPU ran anything, by CUPTI; empty without one.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import time
 from typing import Any
 
@@ -66,6 +69,9 @@ elif importlib.util.find_spec("modules_forge"):
     PHASES = FORGE
 phases: list[tuple[str, int, int]] = []
 profiler: list[torch.profiler.profile] = []
+unet_bytes: list[int] = []
+"""At each step once it is asked for: to count takes milliseconds."""
+asked: list[bool] = []
 
 
 def timed(name: str, function: Any) -> Any:
@@ -105,8 +111,33 @@ def busy(profile: torch.profiler.profile) -> list[list[int]]:
     return joined
 
 
+def count_unet(*_: Any) -> None:
+    if not asked:
+        return
+    from modules import shared
+
+    unet = shared.sd_model.model.diffusion_model
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in unet.parameters() if t.is_cuda}
+    banks = 0
+    if importlib.util.find_spec("sfast_ext"):
+        from sfast_ext.accelerator import accelerator_of
+
+        accelerator = accelerator_of(unet)
+        banks = 0 if accelerator is None else accelerator.arena.banks.held
+    unet_bytes.append(sum(held.values()) + banks)
+
+
+def unet_alone() -> None:
+    """Forge's ControlNets by its own forward. There is no such setting."""
+    from sfast_ext.hosts.forge.secondary import SecondaryNetworks
+
+    SecondaryNetworks.follow_controlnets = lambda *_, **__: None  # type: ignore[method-assign]
+
+
 def add_routes(_: Any, app: FastAPI) -> None:
     wrap()
+    if os.environ.get("SFAST_PROBE_UNET_ALONE") and importlib.util.find_spec("sfast_ext"):
+        unet_alone()
 
     @app.post("/sfast-probe/start")
     def start() -> dict[str, Any]:
@@ -128,10 +159,17 @@ def add_routes(_: Any, app: FastAPI) -> None:
     @app.post("/sfast-probe/memory")
     def memory() -> dict[str, Any]:
         if not torch.cuda.is_available():
-            return {"bytes": 0}
+            return {"bytes": 0, "unet": 0}
         most = torch.cuda.max_memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-        return {"bytes": most}
+        return {"bytes": most, "unet": unet_bytes[-1] if unet_bytes else 0}
+
+    @app.post("/sfast-probe/count")
+    def count() -> dict[str, Any]:
+        asked.append(True)
+        return {}
 
 
+if PHASES is A1111:
+    script_callbacks.on_cfg_denoised(count_unet)
 script_callbacks.on_app_started(add_routes)

@@ -3,7 +3,8 @@ in its directory.
 
     python forge_full.py OUT full|full-xl
 
-writes Stable-diffusion/full.safetensors or full-xl.safetensors in fp16 there.
+writes Stable-diffusion/full.safetensors or full-xl.safetensors in fp16 there, and next to the first one
+ControlNet/control.safetensors as large as those of SD 1.5.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forge_models import CONFIG, of_classic, of_neo, randomise
+from forge_models import CONFIG, control, of_classic, of_neo, randomise
 
 UNETS: dict[str, dict[str, Any]] = {
     "full": {
@@ -86,6 +87,11 @@ def main(out: Path, name: str) -> None:
         state.update(randomise(prefix, model, seed))
     (out / "Stable-diffusion").mkdir(parents=True, exist_ok=True)
     save_file(state, out / "Stable-diffusion" / f"{name}.safetensors")
+    if name == "full":
+        (out / "ControlNet").mkdir(exist_ok=True)
+        widths = (320,) * 4 + (640,) * 3 + (1280,) * 5
+        beside = {key: value.half() for key, value in control(state, 12, widths).items()}
+        save_file(beside, out / "ControlNet" / "control.safetensors")
 
 
 if __name__ == "__main__":

@@ -135,8 +135,11 @@ def lora(weights: dict[str, torch.Tensor], seed: int, rank: int = 4) -> dict[str
     return tensors
 
 
-def control(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """A ControlNet beside the UNet: its encoder and middle, the encoder of the hint, and the ways out."""
+def control(
+    weights: dict[str, torch.Tensor], seed: int, widths: tuple[int, ...] = (320, 320, 320, 640)
+) -> dict[str, torch.Tensor]:
+    """A ControlNet beside the UNet, whose blocks of the encoder have these widths: its encoder and middle, the encoder
+    of the hint, and the ways out."""
     generator = torch.Generator().manual_seed(seed)
     copied = ("time_embed.", "input_blocks.", "middle_block.")
     named = ((name.removeprefix("model.diffusion_model."), value) for name, value in weights.items())
@@ -149,9 +152,9 @@ def control(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tens
     hint = [3, 16, 16, 32, 32, 96, 96, 256, 320]
     for i, (into, out) in enumerate(zip(hint, hint[1:])):
         convolution(f"input_hint_block.{2 * i}", out, into, 3)
-    for i, width in enumerate((320, 320, 320, 640)):
+    for i, width in enumerate(widths):
         convolution(f"zero_convs.{i}.0", width, width, 1)
-    convolution("middle_block_out.0", 640, 640, 1)
+    convolution("middle_block_out.0", widths[-1], widths[-1], 1)
     return {f"control_model.{name}": value for name, value in tensors.items()}
 
 

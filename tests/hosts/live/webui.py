@@ -65,6 +65,8 @@ class WebUI:
         self._process: subprocess.Popen[bytes] | None = None
         self._taken: Path | None = None
         self.url = ""
+        self.env: dict[str, str] = {}
+        """Variables of its environment, next to those of this process."""
 
     def __enter__(self) -> WebUI:
         port, self._taken = _free_port()
@@ -76,6 +78,7 @@ class WebUI:
         env.pop("PYTHONPATH", None)
         if self._packages is not None:
             env["PYTHONPATH"] = str(self._packages)
+        env |= self.env
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*self._command, "--port", str(port)], cwd=self._cwd, env=env, stdout=log, stderr=subprocess.STDOUT

@@ -1,0 +1,171 @@
+"""SDXL in a real WebUI on an emulated card: its UNet in 8 bits, and as it is accelerated today; a larger card next to
+them.
+
+    SFAST_A1111_DIR=... python -m benchmarks.webui.eight_bits --card 6 --card 8 --json FILE
+
+All WebUIs start at once, and make their images in turns. A step is what an image of half as many steps again takes in
+addition. A WebUI that fails makes no further image; the others do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import records
+from benchmarks.webui.hosts import HOSTS, LARGE
+from benchmarks.webui.pictures import numbered, payload_of, taken
+from sfast_ext import cli
+from sfast_ext.tools.lib import machine
+
+
+class Case(NamedTuple):
+    """A card, and how its WebUI makes images."""
+
+    card: float
+    way: str
+    flags: str
+
+    def __str__(self) -> str:
+        return f"{self.card:g} GB, {self.flags or 'no flag'}, {self.way}"
+
+
+FLAGS = {
+    "a1111": {6: ("--medvram", "--medvram"), 8: ("--medvram-sdxl", "")},
+    "sdnext": {6: ("", ""), 8: ("", "")},
+    "forge-neo": {6: ("", ""), 8: ("", "")},
+}
+"""Of each card: as it is used today, and with 8 bits."""
+LARGER = 12.0
+
+
+def cases_of(host: str, cards: list[int], stock: bool = False) -> list[Case]:
+    """The larger card, and of each card both; if asked for, what the WebUI alone does with today's flags as well."""
+    found = [Case(LARGER, "extended", "")]
+    for card in cards:
+        today, eight = FLAGS[host][card]
+        found += [Case(card, "extended", today), Case(card, "eight", eight)]
+        found += [Case(card, "stock", today)] * stock
+    return found
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A row for each case; the file that the options name is written after each turn."""
+    host = HOSTS[options.host](folder, options)
+    (width, height), cases = options.size, cases_of(options.host, options.cards, options.stock)
+    rows: dict[Case, dict[str, Any]] = {each: {"case": str(each), **each._asdict()} for each in cases}
+    found = {**machine.describe(), "host": options.host, "model": options.model, "weights": "random"}
+    found |= {"size": f"{width}x{height}", "steps": options.steps, "rows": list(rows.values())}
+    webuis = {}
+    for number, each in enumerate(cases):
+        webuis[each] = host.start(each.way, number, each.flags)
+        webuis[each].env["SFAST_CARD_GIB"] = str(0 if options.tiny else each.card)
+
+    def begin(case: Case) -> None:
+        try:
+            host.ready(webuis[case].__enter__())
+            webuis[case].post("/sfast-probe/count", {})
+            webuis[case].post("/sfast-probe/memory", {})
+        except (OSError, RuntimeError) as error:
+            failed(case, error)
+
+    def failed(case: Case, error: Exception) -> None:
+        rows[case]["failed"] = str(error)[:400]
+        rows[case]["log"] = str(error)[-2500:]
+        print(f"{case}: {str(error)[:400]}", flush=True)
+
+    payload = payload_of(host, "txt2img", width, height, options)
+    with contextlib.ExitStack() as stack:
+        for webui in webuis.values():
+            stack.push(webui)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(begin, cases))
+        for seed in range(options.pictures + 1):
+            for steps, name in ((options.steps, "picture_s"), (options.steps * 3 // 2, "longer_s")):
+                for case in cases:
+                    if "failed" in rows[case] or (name == "longer_s" and not seed):
+                        continue
+                    if case.way == "stock" and (seed > 1 or name == "longer_s"):
+                        continue
+                    try:
+                        request = numbered({**payload, "steps": steps}, "txt2img", seed, options)
+                        rows[case].setdefault(name, []).append(round(taken(webuis[case], "txt2img", request)[0], 3))
+                        if name == "picture_s":
+                            rows[case].setdefault("memory", []).append(webuis[case].post("/sfast-probe/memory", {}))
+                    except (OSError, RuntimeError) as error:
+                        failed(case, error)
+            if options.json:
+                records.write(options.json, found)
+        for case in cases:
+            end(webuis[case], rows[case], options.steps)
+            print(words(case, rows), flush=True)
+    if options.json:
+        records.write(options.json, found)
+    return found
+
+
+def end(webui: Any, row: dict[str, Any], steps: int) -> None:
+    """Add the figures of a case, as far as it came."""
+    times = row.get("picture_s", [])
+    if len(times) > 1:
+        row["first_s"], row["image_s"] = times[0], statistics.median(times[1:])
+    if len(times) > 1 and row.get("longer_s"):
+        longer = statistics.median(row["longer_s"])
+        row["step_ms"] = round(1000 * (longer - row["image_s"]) / (steps * 3 // 2 - steps), 1)
+    with contextlib.suppress(OSError, RuntimeError):  # the WebUI alone has no such route
+        status = webui.get("/sfast/v1/status")
+        row |= {"reasons": status["reasons_since_start"], "last_error": status["last_error"]}
+        row["counters"] = status["counters"]
+
+
+def words(case: Case, rows: dict[Case, dict[str, Any]]) -> str:
+    """What came of a case, in a line."""
+    row = rows[case]
+    told = [f"{case}: step {row.get('step_ms')} ms, image {row.get('image_s')} s, first {row.get('first_s')} s"]
+    for memory in row.get("memory", [])[-1:]:
+        told.append(f"reserved {memory['bytes'] >> 20} MB, the UNet's weights {memory['unet'] >> 20} MB")
+    larger = next(iter(rows.values()))
+    if "step_ms" in row and "step_ms" in larger and larger["step_ms"]:
+        told.append(f"step {row['step_ms'] / larger['step_ms']:.2f} of {LARGER:g} GB")
+    today = next((rows[each] for each in rows if each.card == case.card and each.way == "extended"), {})
+    if "image_s" in row and "image_s" in today:
+        told.append(f"image {row['image_s'] / today['image_s']:.2f} of today's")
+    told.append(f"{row.get('reasons')}, {row.get('last_error')}")
+    return "; ".join(told)
+
+
+def main() -> int:
+    """Print the numbers, and write them if asked for; 1 if any case failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", choices=sorted(FLAGS), default="a1111", help="the WebUI (%(default)s)")
+    parser.add_argument("--model", choices=sorted(LARGE), default="sdxl", help="its size (%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and no card instead, to try this out")
+    parser.add_argument("--card", type=int, choices=(6, 8), action="append", dest="cards", help="GB (both)")
+    parser.add_argument("--size", type=cli.size, default=(1024, 1024), metavar="WxH", help="of images (1024x1024)")
+    parser.add_argument("--steps", type=int, default=20, help="(%(default)s)")
+    parser.add_argument("--pictures", type=int, default=3, help="timed, after the first (%(default)s)")
+    parser.add_argument("--stock", action="store_true", help="the WebUI alone as well, two images of each card")
+    parser.add_argument("--models", type=Path, metavar="DIR", help="where models of random weights stay (nowhere)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    options = parser.parse_args()
+    options.cards = options.cards or [6, 8]
+    options.checkpoint, options.vae_plans_at_once, options.batch, options.another_prompt = None, False, 1, True
+    options.card = LARGER
+    if not os.environ.get(HOSTS[options.host].variable):
+        print(f"a WebUI is needed: {HOSTS[options.host].variable} names none", file=sys.stderr)
+        return 2
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+    with tempfile.TemporaryDirectory(prefix="sfast-") as folder:
+        found = measure(options, Path(folder))
+    return int(any("failed" in row or row.get("last_error") for row in found["rows"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
