@@ -31,6 +31,7 @@ from sfast_ext.kernels.pointwise import add_layer_norm, geglu
 from sfast_ext.reasons import Detail, Reason
 
 from . import query_attention
+from .eight_bits_attention import attention_candidates, choose
 from .eight_bits_conv_match import conv_candidates
 from .eight_bits_match import Candidate, layer_name, matches, read_by_these_alone
 from .eight_bits_selection import LIMIT, Layer, measured
@@ -72,6 +73,8 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     `rows` and `scales` are those of the weight's bank, which one quantise_weights.launch at the top brings up to date.
     (q, scale) = quantise_rows.launch(x), or the results of layer_norm8.launch or add_layer_norm8.launch in the place of
     the norm that writes x, if nothing else reads it. If the selection is resident, the arena brings banks up to date.
+
+    Attentions are marked, see eight_bits_attention.py.
     """
     selection = ctx.eight_bits
     if selection is None or ctx.most_bytes is not None:
@@ -97,6 +100,8 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
             return selection.decline(reasons.EIGHT_BITS_ROOM())
     layers = [Layer(c.name, c.x, c.weight) for c in found]
     layers += [Layer(layer_name(c.weight.path), c.x, c.weight, c.stride, c.silu) for c in convolutions]
+    attentions = attention_candidates(gm.graph, ctx) if found else []
+    layers += [Layer(a.name, a.node, None, operands=a.operands) for a in attentions]
     layers = [layer for layer in layers if layer.name not in selection.errors]
     if layers:
         errors = measured(gm, layers, selection.inputs, ctx.arena.read)
@@ -109,6 +114,7 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
         if any(layer_name(c.weight.path) not in selection.kept for c in convolutions):
             return 0
         return selection.decline(nothing_taken(gm.graph, found), elsewhere_too=False)
+    choose(attentions, selection.kept)
     if selection.room is not None:
         selection.room -= needed
     groups = {c.result: selection.group(c.name, c.norm is None) for c in taken}

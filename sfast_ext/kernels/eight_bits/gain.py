@@ -18,7 +18,7 @@ import torch
 
 from sfast_ext.kernels.backend import cuda_driver, nvrtc
 from sfast_ext.kernels.backend.cuda_driver import Unavailable
-from sfast_ext.kernels.backend.triton_runtime import capability, multiprocessors
+from sfast_ext.kernels.backend.triton_runtime import capability, hopper, multiprocessors
 from sfast_ext.kernels.linear import linear_layer_norm
 
 _RATES = {
@@ -122,6 +122,19 @@ def input_cost(rows: int, depth: int, by_norm: bool, device: torch.device, on: R
     if by_norm and not linear_layer_norm.launch.supported(device, triton=False):
         return 0.0
     return _LAUNCH + 3 * rows * depth / on.bandwidth
+
+
+def attention_pays(heads: int, queries: int, keys: int, size: int, device: torch.device) -> bool:
+    """Whether products of so many heads' queries and keys are worth computing in 8 bits. Not on Hopper, whose
+    attentions have instructions for half precision that are faster than `mma.sync` of 8-bit integers. On a CPU they
+    are."""
+    if device.type != "cuda":
+        return True
+    on = rates(device)
+    if on is None or hopper(device):
+        return False
+    faster = heads * queries * keys * size * (1 / on.half - 1 / on.eight) / _REACHED
+    return faster > _MARGIN * (_LAUNCH + 3 * heads * keys * size / on.bandwidth)
 
 
 def pays(products: list[Product], by_norm: bool, device: torch.device) -> list[bool]:

@@ -46,13 +46,13 @@ def quantised_keys(k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def accepts(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
-    """Why `launch` does not take q (B, H, L, D), k and v (B, H, S, D); None if it does: what `mma_attention` takes, with
-    more keys than one of its stages holds."""
+    """Why `launch` does not take q (B, H, L, D), k and v (B, H, S, D); None if it does: what `mma_attention` takes,
+    with more keys than one of its stages holds."""
     device = device_of(q)
     unfit = health.reason("mma_attention8", device) or mma_attention.accepts(q, k, v, scale)
     if unfit is not None:
         return unfit
-    if not (_SOURCE.supported(device) and KEYS_SOURCE.supported(device)):
+    if not all(source.supported(device) for source in SOURCES):
         return "kernels in CUDA C++ are not for this device, or not compiled here"
     images, heads, keys, size = k.shape
     if keys <= mma_attention.MAX_KEYS_AT_ONCE:
@@ -95,7 +95,8 @@ def _prepared(
     out: Tensor, q: Tensor, codes: Tensor, factors: Tensor, v: Tensor, heads: int, queries: int, keys: int,
     key_factors: int, scale: float, *offsets: int, **constants: int,
 ) -> tuple[list[Any], int, int]:  # fmt: skip
-    given = Shape(*(constants[name] for name in ("KEYS", "TILES", "WARPS", "BLOCKS")))
+    keys_of_stage, tiles, warps, blocks = (constants[name] for name in ("KEYS", "TILES", "WARPS", "BLOCKS"))
+    given = Shape(keys_of_stage, tiles, warps, blocks)
     numbers = map(ctypes.c_int, (heads, queries, keys, key_factors))
     args = [out, q, codes, factors, v, *numbers, ctypes.c_float(scale), *_strides(offsets)]
     return args, 32 * given.warps, shared_bytes(constants["SIZE"], given)
@@ -115,6 +116,7 @@ KEYS_SOURCE = nvrtc.Source(
 )
 _NAMES = ("out", "q", "codes", "factors", "v", "heads", "queries", "keys", "key_factors", "scale")
 _SOURCE = nvrtc.Source("mma_attention8", _prepared, (*_NAMES, *_offsets("q", "v", "out")))
+SOURCES = (_SOURCE, KEYS_SOURCE)
 
 
 def keys_in_8_bits(k: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +132,7 @@ def keys_in_8_bits(k: Tensor) -> tuple[Tensor, Tensor]:
     return codes, factors
 
 
-@kernel(reference, part=True, cuda_sources=(_SOURCE, KEYS_SOURCE))
+@kernel(reference, part=True, cuda_sources=SOURCES)
 def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, half_sums: bool = False) -> Tensor:
     """`operands.reference` for operands that it `accepts`. The result is laid out like q.
 

@@ -1,5 +1,5 @@
-"""Attention whose products of queries and keys are of 8-bit integers: on the CPU, where csrc/mma_cpu.h stands for tensor
-cores, and on a GPU."""
+"""Attention whose products of queries and keys are of 8-bit integers: on the CPU, where csrc/mma_cpu.h stands for
+tensor cores, and on a GPU."""
 
 from __future__ import annotations
 
@@ -164,7 +164,8 @@ def test_what_it_does_not_take(device):
     assert not refused(1, 2, 70, 161, 40)
     assert refused(1, 2, 70, 160, 40) and refused(1, 2, 70, 200, 20) and refused(1, 2, 70, 200, 168)
     q, k, v = heads((1, 2, 70, 200, 40), torch.float16, device)
-    assert mma_attention8.accepts(q, k[:, :1], v, None) and mma_attention8.accepts(q.float(), k.float(), v.float(), None)
+    assert mma_attention8.accepts(q, k[:, :1], v, None)
+    assert mma_attention8.accepts(q.float(), k.float(), v.float(), None)
 
 
 def test_each_shape_fits_every_card():
@@ -184,7 +185,8 @@ def test_it_compiles(monkeypatch, tmp_path, size):
         cases = [(75, torch.float16, of, False), (86, torch.float16, of, False)]
         cases += [(86, torch.bfloat16, of, False)] * (size == 64)
         if size <= mma_attention.MAX_SIZE_IN_HALF:
-            cases += [(n, torch.float16, mma_attention.half_sums_shape(of, size, divmod(n, 10)), True) for n in (75, 86)]
+            in_half = ((n, mma_attention.half_sums_shape(of, size, divmod(n, 10))) for n in (75, 86))
+            cases += [(n, torch.float16, given, True) for n, given in in_half]
         for capability, dtype, shape, half_sums in cases:
             given = mma_attention8.constants(size, shape, dtype, half_sums)
             registers, _ = built("mma_attention8", given, architecture=f"sm_{capability}")
