@@ -18,7 +18,7 @@ import torch
 
 from sfast_ext.kernels.backend import cuda_driver, nvrtc
 from sfast_ext.kernels.backend.cuda_driver import Unavailable
-from sfast_ext.kernels.backend.triton_runtime import capability, hopper, multiprocessors
+from sfast_ext.kernels.backend.triton_runtime import capability, multiprocessors
 from sfast_ext.kernels.linear import linear_layer_norm
 
 _RATES = {
@@ -34,6 +34,7 @@ _RATES = {
 """By compute capability, multiply-adds of a multiprocessor and clock: of float16 with sums in float32, and of 8-bit
 integers, as in NVIDIA's whitepapers. 10.0 to 11.0 are not here: their libraries have instructions for half precision
 that are faster than `mma.sync` of 8-bit integers."""
+_HOPPER = (9, 0)
 _GEFORCE = "geforce"
 _SLOWER_SUMS = 2
 """A GeForce adds up products of float16 in float32 at half the rate of the same chip's cards for data centres."""
@@ -131,7 +132,7 @@ def attention_pays(heads: int, queries: int, keys: int, size: int, device: torch
     if device.type != "cuda":
         return True
     on = rates(device)
-    if on is None or hopper(device):
+    if on is None or capability(device) == _HOPPER:
         return False
     faster = heads * queries * keys * size * (1 / on.half - 1 / on.eight) / _REACHED
     return faster > _MARGIN * (_LAUNCH + 3 * heads * keys * size / on.bandwidth)

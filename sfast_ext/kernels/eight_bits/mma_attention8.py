@@ -29,7 +29,9 @@ _MAX_KEYS = 2**20  # 4096 times which is 32-bit
 _MAX_OFFSET = 2**31
 _FACTORS = 64
 """The factors of a head are a multiple of these: as many as the keys of a stage are copied at once."""
-_THREADS, _TURNS = 128, 4  # of quantise_keys
+THREADS = 128
+"""Of a block that quantises keys."""
+_TURNS = 4
 
 
 def quantised_keys(k: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +90,7 @@ def _prepared_keys(
     k: Tensor, codes: Tensor, factors: Tensor, heads: int, keys: int, key_factors: int, *offsets: int, **constants: int
 ) -> tuple[list[Any], int, int]:
     numbers = map(ctypes.c_int, (heads, keys, key_factors))
-    return [k, codes, factors, *numbers, *_strides(offsets)], _THREADS, 0
+    return [k, codes, factors, *numbers, *_strides(offsets)], THREADS, 0
 
 
 def _prepared(
@@ -127,7 +129,7 @@ def keys_in_8_bits(k: Tensor) -> tuple[Tensor, Tensor]:
     key_factors = cdiv(keys, _FACTORS) * _FACTORS
     factors = torch.empty((images, heads, key_factors), dtype=torch.float32, device=k.device)
     given = keys_constants(size, k.dtype)
-    grid = (cdiv(keys, _TURNS * (_THREADS // given["LANES"])), images * heads)
+    grid = (cdiv(keys, _TURNS * (THREADS // given["LANES"])), images * heads)
     launch_kernel(KEYS_SOURCE, grid, k, codes, factors, heads, keys, key_factors, *strides(k), **given)
     return codes, factors
 

@@ -144,3 +144,17 @@ def test_a_card_that_does_not_say_how_fast_it_is(on: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(nvrtc, "loaded_driver", unavailable)
     found = gain.rates(GPU)
     assert found is not None and found.half == 1500 * 28 * 256 and found.bandwidth == 300_000
+
+
+def test_attentions_that_pay(on: Any) -> None:
+    """Those of SDXL, 1024x1024, two images; not those of a small image, nor of cards without a gain."""
+    many, some = (20, 4096, 4096, 64), (40, 1024, 1024, 64)
+    for card in (RTX_2080_TI, RTX_3060, RTX_4090, A100, TITAN_RTX, RTX_5090):
+        on(card)
+        assert gain.attention_pays(*many, GPU), card
+    on(RTX_3060)
+    assert gain.attention_pays(*some, GPU) and not gain.attention_pays(16, 256, 256, 40, GPU)
+    for card in (H200, GTX_1660, V100, B200):
+        on(card)
+        assert not gain.attention_pays(*many, GPU), card
+    assert gain.attention_pays(1, 200, 200, 40, CPU)
