@@ -67,7 +67,8 @@ def of_node(node: fx.Node) -> Work | None:
     if node.target is attention.launch and args[1].shape[2] > mma_attention.MAX_KEYS_AT_ONCE:
         keys_in_8 = kinds.size(args[1]) + args[1].numel()
     bytes_in_8 = _bytes_in_8(node, moved) if kind in ("linear", "convolution") else 0
-    return Work(kind, kinds.flops(node.target, args, kwargs), sum(map(kinds.size, moved)), faster, bytes_in_8, keys_in_8)
+    flops = kinds.flops(node.target, args, kwargs)
+    return Work(kind, flops, sum(map(kinds.size, moved)), faster, bytes_in_8, keys_in_8)
 
 
 def _bytes_in_8(node: fx.Node, moved: list[torch.Tensor]) -> int:

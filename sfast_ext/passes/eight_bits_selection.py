@@ -47,8 +47,8 @@ MARGINS = (0.95, 0.75)
 """What the error is to be after it, of what it may be: layers do not add alike to it. The second time it must do."""
 SAMPLE = 256
 """Rows of a layer that are measured."""
-ATTENTION_SAMPLE = 64
-"""Queries of a head that are measured."""
+QUERIES, SCORES = 64, 2**23
+"""Queries of a head that are measured, and scores of all of them at most, if there are not more keys: 32 MB."""
 OUTPUTS = 1024
 """Rows of its weight that are measured at least, if it has so many. The largest of SDXL have ten times as many."""
 GAIN = 0.9
@@ -262,8 +262,8 @@ def errors_of_convolution(x: Tensor, weight: Tensor, stride: int, silu: bool) ->
 
 def errors_of_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """[error, error] of the result of an attention: q (B, H, L, D), k (B, H, S, D), v (B, H, S, E); of a sample of its
-    queries, whose scores in float32 take 20 MB with 20 heads and 4,096 keys."""
-    count = min(ATTENTION_SAMPLE, q.shape[2])
+    queries."""
+    count = min(QUERIES, q.shape[2], max(1, SCORES // k[..., 0].numel()))
     sample = q[:, :, torch.arange(count, device=q.device) * q.shape[2] // count].float()
     codes, factors = mma_attention8.quantised_keys(k)
     values = v.float()
