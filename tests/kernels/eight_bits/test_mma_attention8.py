@@ -24,6 +24,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(1, 2, 70, 300, 40), (2, 1, 150, 256, 64), (1, 1, 33, 161, 80), (1, 1, 65, 192, 128), (1, 1, 20, 200, 160)]
 SHAPES += [(1, 1, 1, 163, 8), (1, 1, 40, 200, 24), (1, 2, 130, 162, 96), (1, 1, 20, 199, 88), (1, 1, 30, 255, 136)]
 
+TIES = {"cpu": 1.5, "cuda": 6}
+"""Times the error of rounding: on a GPU a code in the middle of two numbers may be the other one."""
+
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
@@ -66,7 +69,7 @@ def test_shapes(device, dtype, shape, monkeypatch):
     for scale in (None, 0.5):
         y = mma_attention8.launch(q, k, v, scale)
         assert y.shape == q.shape and y.dtype == dtype and y.transpose(1, 2).is_contiguous()
-        close_rows(y, emulated(q, k, v, scale), scale=1.5)
+        close_rows(y, emulated(q, k, v, scale), scale=TIES[device.type])
     exact = attended(q, k, v)
     assert (wide(mma_attention8.launch(q, k, v, None)) - exact).norm() <= 0.03 * exact.norm()
 
@@ -74,7 +77,7 @@ def test_shapes(device, dtype, shape, monkeypatch):
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[-1] <= 96], ids=str)
 def test_sums_in_half_precision(device, shape):
     q, k, v = heads(shape, torch.float16, device)
-    close_rows(mma_attention8.launch(q, k, v, 0.5, half_sums=True), emulated(q, k, v, 0.5), scale=2)
+    close_rows(mma_attention8.launch(q, k, v, 0.5, half_sums=True), emulated(q, k, v, 0.5), scale=2 * TIES[device.type])
 
 
 @pytest.mark.parametrize("tiles", [1, 2])
@@ -82,7 +85,7 @@ def test_sums_in_half_precision(device, shape):
 def test_tiles_of_a_warp(device, monkeypatch, size, tiles):
     monkeypatch.setattr(mma_attention, "shape", lambda *given: mma_attention.Shape(64, tiles, 4, 2))
     q, k, v = heads((1, 1, 150, 290, size), torch.float16, device)
-    close_rows(mma_attention8.launch(q, k, v, None), emulated(q, k, v), scale=1.5)
+    close_rows(mma_attention8.launch(q, k, v, None), emulated(q, k, v), scale=TIES[device.type])
 
 
 def test_codes_of_keys(device, monkeypatch):
@@ -137,7 +140,7 @@ def test_values_are_read_from_no_other_row_or_head(device):
     q, k, v = (memory[i, 1, 8 : 8 + rows, 1:2].transpose(0, 1)[None] for i, rows in enumerate((70, 200, 200)))
     for x in (q, k, v):
         x.copy_(randn(*x.shape, dtype=x.dtype, device=device))
-    close_rows(mma_attention8.launch(q, k, v, None), emulated(q, k, v), scale=1.5)
+    close_rows(mma_attention8.launch(q, k, v, None), emulated(q, k, v), scale=TIES[device.type])
 
 
 def test_values_that_are_not_finite(device):
