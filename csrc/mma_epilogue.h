@@ -64,21 +64,19 @@ __device__ __forceinline__ Element* result_of(void* shared) {
   return reinterpret_cast<Element*>(static_cast<char*>(shared) + kResultAt) + threadIdx.x / 32 * kOutRows * kOutPitch;
 }
 
-// Runs for each 16 bytes of a warp's part of the result, with their places in the result and in shared memory. A lane
-// stays in its columns, so that one addition leads from place to place; 2 of 32 lanes have nothing to do with 10 tiles.
+// Runs for each 16 bytes of a warp's part of the result, with their places in the result and in shared memory.
 template <class Run>
 __device__ __forceinline__ void each_pack(void* shared, const Place& own, int rows, int columns, Run run) {
-  constexpr int kAtOnce = 32 / kOutTiles;
-  const int row = own.lane / kOutTiles, tile = own.lane % kOutTiles * 8;
+  constexpr int kPacks = kOutRows * kOutTiles;
   const int column = own.first_column + own.across * kOutColumns;
   const int top = own.first_row + own.down * kWarpRows + own.slice * kOutRows;
   Element* const staging = result_of(shared);
-  if (row >= kAtOnce || column + tile >= columns) return;
-  int at = (top + row) * columns + column + tile;
-  Element* staged = staging + row * kOutPitch + tile;
 #pragma unroll 5
-  for (int i = 0; i < kOutRows; i += kAtOnce, at += kAtOnce * columns, staged += kAtOnce * kOutPitch)
-    if (i + row < kOutRows && top + i + row < rows) run(at, reinterpret_cast<Eight*>(staged));
+  for (int i = 0; i < (kPacks + 31) / 32; ++i) {
+    const int at = i * 32 + own.lane, row = at / kOutTiles, tile = at % kOutTiles * 8;
+    if ((kPacks % 32 == 0 || at < kPacks) && top + row < rows && column + tile < columns)
+      run((top + row) * columns + column + tile, reinterpret_cast<Eight*>(staging + row * kOutPitch + tile));
+  }
 }
 
 // Stores a warp's part of the result. vectors: in 8 bits, has the bias too.
