@@ -195,6 +195,8 @@ NOT_PLAIN = Kind("arguments", "{} is a {} with layout {}, not a plain tensor")
 ON_META = Kind("arguments", "{} is on the meta device")
 ELSEWHERE = Kind("arguments", "{} is on {}, the model on {}")
 SAME_LIST = Kind("arguments", "the same list is there twice among its arguments, and its forward changes it")
+ONE_VALUE = Kind("arguments",
+    "its image has one value in each channel, of which a norm of single channels makes rounding alone")
 CHANGES_ARGUMENT = Kind("arguments", "its forward changes {}, one of its arguments")
 ARGUMENT_CHANGES = Kind("changes-again",
     "an argument changes at each step, and its values cannot all be prepared: {}")

@@ -11,6 +11,7 @@ from benchmarks.cards.published import CARDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "generated" / "cards.md"
 BEGIN, END = "<!-- cards: begin -->", "<!-- cards: end -->"
+_KINDS = ("linear", "convolution", "attention")
 _WAYS = ("exact", "faster", "eight_bits", "both")
 MODELS = {"sd15": "SD 1.5", "sdxl": "SDXL"}
 
@@ -34,40 +35,33 @@ def cards() -> str:
 
 
 def least(case: dict[str, Any]) -> str:
-    """The least times of a case by kind of operation."""
-    names = list(case["cards"])
+    """The least times of a case: all operations in each way, and of the exact way its kinds of operations."""
+    kinds = [kind for kind in _KINDS if kind in case["kinds"]]
     rows = []
-    for kind, work in sorted(case["kinds"].items(), key=lambda item: -item[1]["gflop"]):
-        times = [_ms(case["cards"][name], kind) for name in names]
-        rows.append((kind, f"{work['nodes']}", f"{work['gflop']:.1f}", f"{work['gb']:.2f}", *times))
-    sums = [[sum(c[way].values()) for way in _WAYS] for c in case["cards"].values()]
-    totals = [f"**{exact:.1f}** / " + " / ".join(f"{ms:.1f}" for ms in others) for exact, *others in sums]
-    return _table(("operations", "nodes", "GFLOP", "GB", *names), [*rows, ("**all**", "", "", "", *totals)])
-
-
-def _ms(times: dict[str, dict[str, float]], kind: str) -> str:
-    found = [times[way][kind] for way in _WAYS]
-    return f"{found[0]:.2f}" if len(set(found)) == 1 else " / ".join(f"{ms:.2f}" for ms in found)
+    for name, times in case["cards"].items():
+        exact, *others = (f"{sum(times[way].values()):.1f}" for way in _WAYS)
+        of_kinds = [times["exact"][kind] for kind in kinds]
+        rest = sum(times["exact"].values()) - sum(of_kinds)
+        rows.append((name, f"**{exact}**", *others, *(f"{ms:.1f}" for ms in (*of_kinds, rest))))
+    of_exact = [f"exact: {kind}" for kind in (*kinds, "the rest")]
+    return _table(("card, ms", "exact", "faster sums", "8 bits", "both", *of_exact), rows)
 
 
 def kernels(rows: Sequence[dict[str, Any]]) -> str:
-    """The main loops."""
+    """The main loops; a row for all cards on which one is the same."""
     head = (
-        "kernel", "for", "card", "instructions", "tensor cores: sums in fp32", "in fp16", "int8", "exponentials",
-        "ldmatrix", "clocks", "useful products", "at most of the tensor cores' rate",
+        "kernel", "for", "card", "instructions", "tensor cores: fp32 / fp16 / int8", "exponentials", "ldmatrix",
+        "clocks", "at most of the tensor cores' rate",
     )  # fmt: skip
-    return _table(
-        head,
-        (
-            (
-                f"`{r['kernel']}`", r["what"], f"{r['capability'] / 10:.1f}", f"{r['instructions']}",
-                f"{r['sums_in_float32']}", f"{r['sums_in_float16']}", f"{r['integers']}", f"{r['special']}",
-                f"{r['ldmatrix']}",
-                f"{r['clocks']}", f"{r['useful']:.0%}".replace("%", " %"), f"{r['at_most']:.0%}".replace("%", " %"),
-            )
-            for r in rows
-        ),
-    )  # fmt: skip
+    cards: dict[tuple[str, ...], list[str]] = {}
+    for r in rows:
+        told = (
+            f"`{r['kernel']}`", r["what"], f"{r['instructions']}",
+            f"{r['sums_in_float32']}/{r['sums_in_float16']}/{r['integers']}", f"{r['special']}", f"{r['ldmatrix']}",
+            f"{r['clocks']}", f"{r['at_most']:.0%}".replace("%", " %"),
+        )  # fmt: skip
+        cards.setdefault(told, []).append(f"{r['capability'] / 10:.1f}")
+    return _table(head, ((*told[:2], ", ".join(on), *told[2:]) for told, on in cards.items()))
 
 
 def render(result: dict[str, Any]) -> str:

@@ -271,25 +271,34 @@ def use(folder: Path) -> None:
 
 
 def render(results: dict[str, Any]) -> str:
-    """A table for each NVRTC."""
-    return "\n\n".join(f"### NVRTC {version}\n\n{_table(rows)}" for version, rows in results.items())
-
-
-def _table(by_card: dict[str, Any]) -> str:
-    names = sorted({name for rows in by_card.values() for name in rows})
-    lines = [["Kernel", "launches", *by_card], ["---"] * (2 + len(by_card))]
+    """One table: a row for each kernel, a column for each card, in a cell what all NVRTC make of it."""
+    cards = sorted({card for by_card in results.values() for card in by_card}, key=int)
+    names = sorted({name for by_card in results.values() for rows in by_card.values() for name in rows})
+    lines = [["Kernel", "launches", "shared memory, KB", *cards], ["---"] * (3 + len(cards))]
     for name in names:
-        rows = [rows.get(name) for rows in by_card.values()]
-        count = max(row["launches"] for row in rows if row)
-        lines.append([f"`{name}`", str(count), *(_cell(row) for row in rows)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        by_card = [
+            {version: found[card][name] for version, found in results.items() if name in found.get(card, {})}
+            for card in cards
+        ]
+        rows = [row for made in by_card for row in made.values()]
+        shared = _range([row["shared"] / 1024 for row in rows], ".1f")
+        lines.append([f"`{name}`", str(max(row["launches"] for row in rows)), shared, *map(_cell, by_card)])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"NVRTC {', '.join(results)}.\n\n{table}"
 
 
-def _cell(row: dict[str, Any] | None) -> str:
-    if row is None:
+def _range(values: Sequence[float], form: str) -> str:
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low}–{high}"
+
+
+def _cell(made: dict[str, dict[str, Any]]) -> str:
+    if not made:
         return "–"
-    spills = f", **{row['spills']} spilled**" if row["spills"] else ""
-    return f"{row['registers']}{spills}, {row['shared'] / 1024:.1f} KB, {100 * row['occupancy']:.0f} %"
+    registers = _range([row["registers"] for row in made.values()], "d")
+    occupancy = f"{100 * min(row['occupancy'] for row in made.values()):.0f}"
+    spilled = [f"**{row['spills']} spilled** by {version}" for version, row in made.items() if row["spills"]]
+    return ", ".join([f"{registers} / {occupancy}", *spilled])
 
 
 def write_page(results: dict[str, Any]) -> None:

@@ -142,21 +142,36 @@ def nothing_compiled(results: dict[str, Any]) -> list[str]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """A table for each dtype, and the reasons of kernels that fail."""
-    return "\n\n".join([*(_table(results, dtype) for dtype in DTYPES), _failures(results)])
-
-
-def _table(results: dict[str, Any], dtype: str) -> str:
+    """The table, and the reasons of kernels that fail."""
     columns = [str(capability) for capability in triton_compiler.SHARED]
-    lines: list[Sequence[str]] = [["Triton", "torch", *columns], ["---"] * (2 + len(columns))]
+    lines: list[Sequence[str]] = [["dtype", "Triton", "torch", *columns], ["---"] * (3 + len(columns))]
+    for dtype in DTYPES:
+        lines += _rows(results, dtype, columns)
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n\n".join([_launches(results), table, _failures(results)])
+
+
+def _rows(results: dict[str, Any], dtype: str, columns: Sequence[str]) -> list[list[str]]:
+    lines: list[list[str]] = []
     for version, brought_by in VERSIONS.items():
         if dtype in results.get(version, {}).get("dtypes", {}):
             rows = results[version]["dtypes"][dtype]
-            lines.append([version, brought_by, *(_cell(rows.get(capability)) for capability in columns)])
-    cases = {tuple(each["cases"][dtype]) for each in results.values() if dtype in each.get("cases", {})}
-    what = "; ".join(sorted(", ".join(each) for each in cases)) or "nothing yet"
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"### {dtype}\n\nLaunches of {what}.\n\n{table}"
+            line = [dtype, version, brought_by, *(_cell(rows.get(capability)) for capability in columns)]
+            if lines and lines[-1][3:] == line[3:]:
+                # a row for all versions in sequence that compile the same
+                _, versions, torches, *_ = lines.pop()
+                line[1:3] = f"{versions}, {version}", torches if brought_by == "–" else f"{torches}, {brought_by}"
+            lines.append(line)
+    return lines
+
+
+def _launches(results: dict[str, Any]) -> str:
+    of_cases: dict[str, list[str]] = {}
+    for dtype in DTYPES:
+        cases = {tuple(each["cases"][dtype]) for each in results.values() if dtype in each.get("cases", {})}
+        what = "; ".join(sorted(", ".join(each) for each in cases)) or "nothing yet"
+        of_cases.setdefault(what, []).append(dtype)
+    return "\n".join(f"Launches in {', '.join(dtypes)} are of {what}." for what, dtypes in of_cases.items())
 
 
 def _cell(row: dict[str, Any] | None) -> str:
@@ -170,12 +185,14 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 def _failures(results: dict[str, Any]) -> str:
     found: dict[tuple[str, str, str], list[str]] = {}
-    unused: dict[str, None] = {}
+    unused: dict[str, list[str]] = {}
     for version, entry in results.items():
         for dtype, rows in entry["dtypes"].items():
             for capability, row in rows.items():
                 if "refused" in row:
-                    unused[row["refused"]] = None
+                    versions = unused.setdefault(row["refused"].removeprefix(f"Triton {_minor(version)} "), [])
+                    if version not in versions:
+                        versions.append(version)
                     continue
                 for kernel, reason in row["failed"].items():
                     found.setdefault((version, dtype, capability), []).append(f"{kernel}: `{reason}`")
@@ -183,8 +200,14 @@ def _failures(results: dict[str, Any]) -> str:
         f"- Triton {version}, {dtype}, {capability}: {'; '.join(reasons)}"
         for (version, dtype, capability), reasons in found.items()
     ]
-    told += [f"- Not used: {reason}" for reason in unused]
+    for reason, (first, *others) in unused.items():
+        same = f"; the same of {', '.join(map(_minor, others))}" if others else ""
+        told.append(f"- Not used: Triton {_minor(first)} {reason}{same}")
     return "### What does not compile\n\n" + ("\n".join(told) or "Nothing of the above.")
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def write_page(results: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ One replay of a plan's CUDA graph, measured by `python -m benchmarks.profile`.
 KINDS = ("kind", "ms", "kernels", "GFLOP", "GB", "rate", "ceiling", "of the ceiling", "least, ms")
 WORK = ("operation", "operands", "nodes", "ms", "rate", "of the ceiling", "least, ms")
 KERNELS = ("kernel", "count", "ms", "for")
-OPERATIONS = 15
+OPERATIONS, KERNEL_ROWS = 8, 10
 LONGEST = 100
 
 
@@ -42,7 +42,7 @@ def section(found: dict[str, Any]) -> str:
     parts.append("The operations that take longest:")
     parts.append(_table(WORK, [_operation(row) for row in found["operations"][:OPERATIONS]]))
     parts.append("The kernels that take longest:")
-    parts.append(_table(KERNELS, [_kernel(row) for row in found["kernels"]]))
+    parts.append(_table(KERNELS, [_kernel(row) for row in found["kernels"][:KERNEL_ROWS]]))
     return "\n\n".join(parts)
 
 

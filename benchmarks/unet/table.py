@@ -35,9 +35,9 @@ HEAD = (
 NOTE = (
     "*Of the limit*: the time that the FLOPs of PyTorch's call take at the rate of a large matrix product, which ran "
     "in turns with the rest, over the time measured. *Kernels*: launched by one call, PyTorch → Stable Fast. *Memory*: "
-    "beside the weights at the peak of a call, with all of a CUDA graph's own, PyTorch → Stable Fast. *First call*: "
-    "empty cache of compiled kernels / full cache, new process / a further size in the process that began with an "
-    "empty one."
+    "in addition to the weights at the peak of a call, with all of a CUDA graph's own, PyTorch → Stable Fast. "
+    "*First call*: empty cache of compiled kernels / full cache, new process / a further size in the process that "
+    "began with an empty one."
 )
 
 Rows = dict[str, dict[str, Any]]

@@ -126,6 +126,7 @@ class Contents:
     def seal(self) -> None:
         """Call this when everything was read."""
         self._lengths = list(map(len, self._lists)), list(map(len, self._dicts))
+        self._has_more = any((self._owners, self._typed, self._lists, self._objects, self._plain))
         self._views = [dict.values(each) for each in self._dicts]
         self._gets: list[tuple[Callable[[Any], Any], Namespace]] = []
         self._singles: list[tuple[Callable[[Any], Any], Namespace]] = []
@@ -153,15 +154,20 @@ class Contents:
         """Whether a reading would give the same. False may be a false alarm."""
         try:
             lists, dicts = self._lengths
-            return (
+            same = (
                 self._names_unchanged()
-                and all(len(inside) == size for inside, size in self._owners)
-                and list(map(type, self._typed)) == self._kinds
-                and list(map(len, self._lists)) == lists
-                and _same(chain.from_iterable(self._lists), self._items)
                 and list(map(len, self._dicts)) == dicts
                 and _same(chain.from_iterable(self._dicts), self._keys)
                 and _same(chain.from_iterable(self._views), self._values)
+            )
+            # a model seldom has these: ten comparisons of nothing take a microsecond
+            if not same or not self._has_more:
+                return same
+            return (
+                all(len(inside) == size for inside, size in self._owners)
+                and list(map(type, self._typed)) == self._kinds
+                and list(map(len, self._lists)) == lists
+                and _same(chain.from_iterable(self._lists), self._items)
                 and all(map(_same_row, [look() for look in self._objects], self._noted_objects))
                 and [look() for look in self._plain] == self._noted_plain
             )

@@ -107,19 +107,17 @@ class TorchQuickCheck:
         # the first name is doubled: itemgetter returns no tuple for a single name
         self._gets = [(operator.itemgetter(found[0], *found), space) for space, found in spaces if found]
         # an inherited method may be overridden by a new one
-        self._own = len(vars(torch.Tensor))
-        self._found = self._now()
+        self._methods = vars(torch.Tensor)
+        self._own = len(self._methods)
+        self._found = [get(space) for get, space in self._gets]
         # a change since `around` must not count as unchanged
         self._true = look() == around
-
-    def _now(self) -> list[Any]:
-        return [each for get, space in self._gets for each in get(space)]
 
     def unchanged(self) -> bool:
         """Whether none of them changed. Takes microseconds."""
         try:
-            still = self._true and self._hooks_unchanged() and len(vars(torch.Tensor)) == self._own
-            return still and self._now() == self._found
+            still = self._true and self._hooks_unchanged() and len(self._methods) == self._own
+            return still and [get(space) for get, space in self._gets] == self._found
         except Exception:
             # one was deleted, or cannot be compared
             return False

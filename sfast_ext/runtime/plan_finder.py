@@ -25,9 +25,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from sfast_ext import reasons
-from sfast_ext.argument_contents import settled
+from sfast_ext.argument_contents import of_one_value, settled
 from sfast_ext.argument_roles import ArgumentRoles
 from sfast_ext.behaviour.key import BehaviourKeys
 from sfast_ext.call_signature import Call, NotOurs, Signature, first_difference, flatten_call, tensors_alone
@@ -152,6 +153,8 @@ class PlanFinder:
             args, kwargs = read
         current.stage = "arguments"
         call = flatten_call(args, kwargs, device)
+        if len(call.leaves) == 1 and self._loses_digits(call.leaves[0]):
+            raise NotOurs(reasons.ONE_VALUE())
         if self._roles.known:
             call = self._roles.flatten(call, args, kwargs, device, trust=speculate)
         if hooks.prepare is not None:
@@ -212,6 +215,12 @@ class PlanFinder:
             self._sync(plan)
         state = state_of(plan, key_confirmed, not speculate)
         return Lookup(call, key, plan, key_confirmed, not speculate, compared, state)
+
+    def _loses_digits(self, leaf: Any) -> bool:
+        """Whether the forward of an image alone, a VAE's, normalises maps that are constant. Differences from their
+        mean are rounding, which the norm divides by next to nothing: two correct results may be anywhere."""
+        modules = self._context.module.modules()
+        return isinstance(leaf, torch.Tensor) and any(map(_of_single_channels, modules)) and of_one_value(leaf)
 
     def _may_use_eight_bits(self, device: torch.device) -> bool:
         context = self._context
@@ -305,6 +314,13 @@ class PlanFinder:
             return context.slot.previous
 
         return BehaviourKeys(context.module, hooks.ignored, hooks.recognised, kept, first, hooks.transparent, below)
+
+
+def _of_single_channels(module: nn.Module) -> bool:
+    """Whether each channel is normalised by itself. Those of a group have different constants, and keep digits."""
+    if isinstance(module, nn.GroupNorm):
+        return module.num_groups == module.num_channels
+    return isinstance(module, (nn.InstanceNorm1d, nn.InstanceNorm2d))
 
 
 def records_graph(device: torch.device) -> bool:

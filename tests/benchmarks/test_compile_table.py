@@ -64,6 +64,10 @@ def test_what_a_version_is_not_used_for_is_no_failure(compiler):
     assert compile_table.nothing_compiled({"2.1.0": found}) == []
     page = compile_table.render(results)
     assert "| 2.1.0 | 2.1 | not used | 1 of 1 |" in page and "- Not used: Triton 2.1 has no bfloat16 for" in page
+    # versions in sequence that compile the same have one row
+    page = compile_table.render(results | {"2.2.0": results["2.1.0"]})
+    assert "| bfloat16 | 2.1.0, 2.2.0 | 2.1, 2.2 | not used | 1 of 1 |" in page
+    assert "Launches in bfloat16 are of sd15:512x512." in page
 
 
 def test_a_version_that_compiles_nothing_fails_the_command(compiler, monkeypatch, tmp_path, capsys):

@@ -34,7 +34,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a VAE that is brought on demand", "hosts/sdnext/adapter.py",
-        "reason = model_bypass_reason(each, shared.opts)", "reason = model_bypass_reason(each.decoder, shared.opts)",
+        "reason = model_bypass_reason(network, shared.opts)",
+        'reason = model_bypass_reason(getattr(network, "decoder", network), shared.opts)',
         (_OFFLOAD + "test_a_vae_that_is_brought_on_demand_runs_by_itself_beside_an_accelerated_unet",),
     ),
     Mutation(

@@ -125,7 +125,7 @@ MUTATIONS = [
     ),
     Mutation(
         "names that a class gets later", "behaviour/contents.py",
-        "and all(len(inside) == size for inside, size in self._owners)\n", "\n",
+        "all(len(inside) == size for inside, size in self._owners)\n", "True\n",
         _PATCHED,
     ),
     Mutation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sfast_ext import Config, Hooks, accelerate
+from sfast_ext import Config, Hooks, accelerate, reasons
 from sfast_ext.call_signature import NotOurs
 from sfast_ext.runtime.plan_finder import ReplayState, state_of
 from sfast_ext.weights.weight import WeightsAway
@@ -151,3 +152,49 @@ def test_an_error_of_ours_after_a_callback_is_not_taken_for_the_hosts(monkeypatc
     # an error of the same type as the forward's, which is reported all the same
     assert accelerator.report.as_dict()["last_error"]["message"] == "Own: ours"
     accelerator.release()
+
+
+class OfImages(nn.Module):
+    """An encoder as of a VAE."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(groups, 8)
+        self.last = nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x, factor=None):
+        y = self.last(torch.nn.functional.silu(self.norm(self.first(x))))
+        return y if factor is None else y * factor
+
+
+GREY, NOISE = torch.full((2, 3, 8, 8), 0.5), torch.randn(2, 3, 8, 8)
+ONE_GREY = torch.stack([NOISE[0], torch.tensor([0.1, 0.2, 0.3])[:, None, None].expand(3, 8, 8)])
+
+
+@pytest.mark.parametrize("x", [GREY, torch.zeros(1, 3, 8, 8), ONE_GREY, GREY.half(), GREY.to(torch.bfloat16)])
+def test_an_image_of_one_colour_is_not_normalised_by_a_plan_that_keeps_no_digits(x):
+    model = OfImages(8).to(x.dtype)
+    wanted = copy.deepcopy(model)(x)
+    accelerator = accelerate(model, CPU)
+    model(torch.randn_like(x))
+    assert torch.equal(model(x), wanted)
+    assert accelerator.report.as_dict()["reasons"] == {str(reasons.ONE_VALUE()): 1}
+    assert len(accelerator._cache.plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "call"),
+    [
+        (4, (GREY,)),  # a group of two channels with different constants
+        (8, (NOISE,)),
+        (8, (GREY, torch.tensor(2.0))),
+        (8, (torch.randn(2, 3, 1, 1),)),
+    ],
+)
+def test_other_images_are(groups, call):
+    model = OfImages(groups)
+    accelerator = accelerate(model, CPU)
+    model(*call)
+    assert not accelerator.report.as_dict()["reasons"] and len(accelerator._cache.plans) == 1
