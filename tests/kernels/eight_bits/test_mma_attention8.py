@@ -13,6 +13,8 @@ from kernels.backend.test_nvrtc import REGISTERS, built
 from kernels.support import attended, close_rows, half_dtype, heads, needs_nvrtc, randn, wide
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import mma_attention
+from sfast_ext.kernels.backend import health
+from sfast_ext.kernels.backend.triton_runtime import device_of
 from sfast_ext.kernels.eight_bits import mma_attention8
 
 pytestmark = pytest.mark.skipif(
@@ -169,6 +171,9 @@ def test_what_it_does_not_take(device):
     q, k, v = heads((1, 2, 70, 200, 40), torch.float16, device)
     assert mma_attention8.accepts(q, k[:, :1], v, None)
     assert mma_attention8.accepts(q.float(), k.float(), v.float(), None)
+    health.disable("mma_attention8", device_of(q), "it failed")
+    assert mma_attention8.accepts(q, k, v, None) == "it failed" and mma_attention.accepts(q, k, v, None) is None
+    health.clear()
 
 
 def test_each_shape_fits_every_card():
