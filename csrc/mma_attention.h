@@ -183,7 +183,7 @@ __device__ __forceinline__ void attend(Element* __restrict__ out, const Element*
         copy_async_commit();
       }
       const Key* const ks = keys_of(block);
-      const Element* const vs = values_of(block);
+      const Element* const vs = reinterpret_cast<const Element*>(reinterpret_cast<const char*>(ks) + kOfKeys);
       float score[TILES][2 * kKeySteps][4] = {};
 #if INT8
       // 16 keys at a time: what their sums take is free again
