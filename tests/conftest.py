@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import needs
+import pairs
 import pytest
 
 # torch is imported where it is used: a process that only leads workers is seconds earlier without it
@@ -128,28 +129,27 @@ def _elsewhere(item: pytest.Item) -> str | None:
         return "need an NVIDIA GPU and TRITON_INTERPRET unset: pytest -m gpu"
     if item.get_closest_marker("interpreter") is not None and not kernels.interpreted():
         return "run in Triton's interpreter: TRITON_INTERPRET=1 pytest -m interpreter tests/kernels"
-    thinned = item.get_closest_marker("thinned")
-    if thinned is None or os.environ.get("SFAST_ALL_CASES") or item.get_closest_marker("gpu") is not None:
+    if item.get_closest_marker("thinned") is None or os.environ.get("SFAST_ALL_CASES"):
         return None
-    if number_of(item) % thinned.args[0]:
+    case, counts = place_of(item)
+    if item.get_closest_marker("gpu") is None and case not in pairs.places(counts):
         return "have parameters of which each pair was run in another case: SFAST_ALL_CASES=1"
     return None
 
 
-def number_of(item: Any) -> int:
-    """The sum of a test's parameters, each as its place among the values of its `parametrize`, once for each name that
-    it has. `callspec.indices` of pytest 8 and later has the place of the whole case in their stead."""
-    total, given = 0, item.callspec.params
+def place_of(item: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """For each `parametrize` of a test, the place of the case's values among all, and how many there are.
+    `callspec.indices` of pytest 8 and later has the place of the whole case in their stead."""
+    place, counts, given = [], [], item.callspec.params
     for mark in item.iter_markers("parametrize"):
         names, values = mark.args[:2]
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-        for place, value in enumerate(values):
-            # what pytest.param made has marks
-            parts = value.values if hasattr(value, "marks") else value if len(names) > 1 else (value,)
-            if all(given[name] is part or given[name] == part for name, part in zip(names, parts)):
-                total += place * len(names)
-                break
-    return total
+        # what pytest.param made has marks
+        cases = [each.values if hasattr(each, "marks") else each if len(names) > 1 else (each,) for each in values]
+        same = (all(given[n] is part or given[n] == part for n, part in zip(names, parts)) for parts in cases)
+        place.append(list(same).index(True))
+        counts.append(len(cases))
+    return tuple(place), tuple(counts)
 
 
 @pytest.hookimpl(trylast=True)

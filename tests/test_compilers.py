@@ -115,8 +115,10 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("plans", [True, False], ids=["with a plan", "without"])
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("use", "plans"),
+    [*((use, True) for use in USES), *((use, False) for use in ("module", "whole", "export", "export, not strict"))],
+)
 def test_a_compiler_gets_the_original_in_one_graph(use, plans):
     ours, accelerator, twin = pair(plans=plans)
     before = accelerator.report.as_dict()["counters"]

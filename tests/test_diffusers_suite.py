@@ -1,9 +1,16 @@
 """What `python -m diffusers_suite` counts, and that it notices a test which fails only with accelerated models."""
 
+import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from diffusers_suite import __main__ as suite
+from diffusers_suite import plugin
+
+from sfast_ext import passes
 
 MODEL = '''
 import torch
@@ -70,21 +77,48 @@ def test_the_table_has_a_row_for_each_file_and_their_sums():
     ]
 
 
+def forked(command: list[str], cwd: Path, env: dict[str, str], **options: Any) -> SimpleNamespace:
+    """As `subprocess.run`, in a copy of this process, which need not import torch and diffusers again."""
+    child = os.fork()
+    if not child:
+        try:
+            os.environ.update(env)
+            os.chdir(cwd)
+            sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
+            pytest.main([*command[command.index("pytest") + 1 :], "-p", "no:faulthandler"])
+        finally:
+            os._exit(0)
+    return SimpleNamespace(returncode=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stdout="", stderr="")
+
+
 def test_a_run_that_ends_without_outcomes_is_an_error(tmp_path: Path):
     with pytest.raises(RuntimeError, match="pytest ended with"):
         suite.run(tmp_path, ["--no-such-option"], suite.STOCK)
+
+
+def test_unchanged_graphs_are_those_without_passes(monkeypatch: pytest.MonkeyPatch):
+    accelerated = []
+    monkeypatch.setattr(passes, "PASSES", list(passes.PASSES))
+    monkeypatch.setattr(plugin, "accelerate_all", lambda: accelerated.append(len(passes.PASSES)))
+    for way, left in ((suite.STOCK, None), (suite.ACCELERATED, len(passes.PASSES)), (suite.UNCHANGED, 0)):
+        accelerated.clear()
+        monkeypatch.setenv("SFAST_SUITE_ACCELERATE", way)
+        plugin.pytest_configure(None)
+        assert accelerated == ([] if left is None else [left])
 
 
 def test_a_test_that_fails_only_with_accelerated_models_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run_in_a_process, done = suite.run, dict[str, suite.Run]()
 
     def once_each_way(checkout: Path, tests: list[str], way: str) -> suite.Run:
-        # a second run of the same would have the same outcomes
+        # a second run of the same would have the same outcomes, and one without passes those of one with them
         if way not in done:
-            done[way] = run_in_a_process(checkout, tests, way)
+            done[way] = done[suite.ACCELERATED] if way == suite.UNCHANGED else run_in_a_process(checkout, tests, way)
         return done[way]
 
     monkeypatch.setattr(suite, "run", once_each_way)
+    if hasattr(os, "fork"):
+        monkeypatch.setattr(suite.subprocess, "run", forked)
     file = tmp_path / "tests" / "test_model.py"
     file.parent.mkdir()
     file.write_text(MODEL, encoding="utf-8")

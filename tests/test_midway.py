@@ -20,6 +20,15 @@ def no_gradients():
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def captured_once():
+    """The first capture of a process imports a part of torch, for seconds that later captures would have to earn."""
+    acc = accelerate(nn.Sequential(nn.Linear(8, 8)), Config(allow_cpu=True))
+    with torch.no_grad():
+        acc.module(torch.randn(2, 8))
+    acc.release()
+
+
 class Processor:
     def __init__(self, strength):
         self.strength = [strength]

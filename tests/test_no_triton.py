@@ -26,9 +26,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 # of the benchmark: model, width, height, images. Without kernels of ours no pass asks how large a size is, only
 # whether it divides
 CASES = [
-    ("sd15", 512, 512, 1),
     ("sd15", 904, 520, 1),
-    ("sd21", 768, 768, 1),
     ("sdxl", 832, 1216, 4),
 ]
 # one of each kind of block: a further one is the same once more

@@ -83,6 +83,7 @@ def pillows(im, **options):
     return file.getvalue()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("options", LEVELS, ids=str)
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("size", SIZES, ids=str)

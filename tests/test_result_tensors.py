@@ -176,6 +176,7 @@ FORMATS = {
 SAME_PLAN = ["contiguous", "of more channels", "every second column", "one image for all"]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("first", ["contiguous", "channels-last", "of more channels"])
 @pytest.mark.parametrize("given", FORMATS)
 @pytest.mark.parametrize("kind", [Convolutions, Elementwise, Rows, Stacked])

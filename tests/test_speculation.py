@@ -242,10 +242,9 @@ def test_an_error_while_the_weights_are_looked_at_is_not_the_plans(pair, monkeyp
     assert pair.count("replays") == before + 1
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-def test_random_events(seed):
+def test_random_events():
     on = ground.CPU
-    w = machine.run("small", seed, machine.sequence(seed, 120, on), on)
+    w = machine.run("small", 0, machine.sequence(0, 120, on), on)
     assert w.counter("replays") > 50 and w.counter("misspeculated") > 0
 
 

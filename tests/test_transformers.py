@@ -28,8 +28,9 @@ def error(ours: Any, theirs: Any) -> float:
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), (KINDS[0], torch.bfloat16)], ids=str
+)
 def test_it_runs_on_plans_and_gives_the_same(kind: str, dtype: torch.dtype) -> None:
     model, twin = transformer(kind, dtype=dtype), transformer(kind, dtype=dtype)
     accelerator = accelerate(model, CPU)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 
 import pytest
@@ -200,8 +201,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), list(zip(SHAPES, itertools.cycle([torch.float32, torch.float16, torch.bfloat16]))), ids=str
+)
 def test_what_follows_from_an_argument_is_what_torch_would_say(shape, dtype, monkeypatch):
     monkeypatch.setattr(fake_trace, "_memos", {})
     x = torch.randn(shape).to(dtype)

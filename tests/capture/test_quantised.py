@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import ModuleType
 
@@ -95,8 +96,9 @@ def reasons(net, x=None):
     return list(accelerator.report.as_dict()["reasons"]), accelerator.report.counter("captures")
 
 
-@pytest.mark.parametrize("layer", ["Data", "AsTensor", "Raises"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "layer"), list(zip(NAMES, itertools.cycle(["Data", "AsTensor", "Raises"])))
+)
 def test_the_library_and_the_layer_are_named(library, name, layer):
     net, code = made(), library(name)
     net.inner[2].weight = code.Packed(integers(net.inner[2].weight))

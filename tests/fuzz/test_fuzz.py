@@ -26,7 +26,7 @@ from sfast_ext.kernels.eight_bits import quantise_weights
 
 # an event that is listed more often comes more often
 LISTED = machine.listed(machine.EVENTS)
-MODELS, EVENTS = 5, 50  # `make soak` plays more
+MODELS, EVENTS = 3, 30  # `make soak` plays more
 
 
 @pytest.fixture(autouse=True)
@@ -71,20 +71,19 @@ def test_after_each_event_the_model_computes_what_its_twin_does(seed):
     assert len(played) >= MODELS * EVENTS
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_weights_of_two_devices(seed, monkeypatch):
+def test_weights_of_two_devices(monkeypatch):
     with pretended_card(monkeypatch, 1 << 28) as card:
-        w = machine.run("small", seed, machine.sequence(seed, 60, machine.ground.PRETENDED), machine.ground.PRETENDED)
-    assert w.plan_runs > 40 and w.counter("memory_given_back") > 0 and not card.faults
+        w = machine.run("small", 0, machine.sequence(0, 40, machine.ground.PRETENDED), machine.ground.PRETENDED)
+    assert w.plan_runs > 20 and w.counter("memory_given_back") > 0 and not card.faults
 
 
 def test_events_on_a_real_unet():
-    w = machine.run("unet", 1, machine.sequence(1, 15, machine.ground.CPU))
-    assert w.plan_runs > 5
+    w = machine.run("unet", 1, machine.sequence(1, 8, machine.ground.CPU))
+    assert w.plan_runs > 2
 
 
 def test_events_on_a_transformer():
-    w = machine.run("transformer", 2, machine.sequence(2, 60, machine.ground.CPU, "transformer"))
+    w = machine.run("transformer", 2, machine.sequence(2, 30, machine.ground.CPU, "transformer"))
     assert w.plan_runs > 10
 
 

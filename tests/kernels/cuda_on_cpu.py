@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
 import os
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -25,7 +27,7 @@ COMPILER = cpp_compiler()
 # what csrc/cpu.h includes; most of a compilation would be to read it
 _STANDARD = "#include <setjmp.h>\n#include <ucontext.h>\n#include <cmath>\n#include <cstring>\n#include <utility>\n"
 # a jump to another stack is no mistake here, which a fortified one takes it for
-_OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
+_OPTIONS = ("-Og", "-std=c++17", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
 # g++ leaves a precompiled header aside if an identifier in it was defined before, as TYPE is
 _MAIN = """
 #include "standard.h"
@@ -40,6 +42,7 @@ extern "C" int launch(void** args, const unsigned* grid, unsigned threads, unsig
 @functools.lru_cache(maxsize=None)
 def _folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     header = folder / "standard.h"
     header.write_text(_STANDARD)
     # precompiled; a compiler that cannot, or does not find it, reads the header itself

@@ -67,6 +67,7 @@ def test_layer_norm(launched, dtype, shape):
     assert launched == ["layer_norm"] * 3
 
 
+@pytest.mark.thinned
 @each_dtype
 @pytest.mark.parametrize("shape", [(63, 30), (3, 7, 320), (2, 1280)], ids=str)
 @pytest.mark.parametrize("vectors", [(), ("shift",), ("shift", "post_bias")], ids=str)
@@ -82,6 +83,7 @@ def test_add_layer_norm(launched, dtype, shape, vectors):
     assert launched == ["layer_norm"]
 
 
+@pytest.mark.thinned
 @each_dtype
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("shape", [(63, 30), (3, 7, 640)], ids=str)
@@ -239,7 +241,11 @@ IMAGES += [((1, 300, 3, 5), 1), ((1, 8, 40, 25), 2), ((1, 2560, 2, 3), 32)]
 ONE, TWO = ["group_norm_whole"], ["group_norm_statistics", "group_norm_normalise"]
 
 
-@pytest.fixture(params=[1, 2], ids=["one launch", "two launches"])
+WAYS = [1, 2]
+each_way = pytest.mark.parametrize("launches", WAYS, ids=["one launch", "two launches"], indirect=True)
+
+
+@pytest.fixture(params=WAYS, ids=["one launch", "two launches"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels of both ways, which here are taken whatever the size; small blocks, as each thread of the GPU is one
     of the CPU."""
@@ -252,6 +258,8 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return TWO
 
 
+@pytest.mark.thinned
+@each_way
 @pytest.mark.parametrize(("dtype", "silu"), [(torch.float32, False), *((each, True) for each in DTYPES)], ids=str)
 @pytest.mark.parametrize(("shape", "groups"), IMAGES, ids=str)
 def test_group_norm(launched, launches, dtype, silu, shape, groups):
@@ -296,6 +304,8 @@ def test_more_parts_than_a_normalising_block_reads(launched, launches, monkeypat
     assert launched == 2 * launches
 
 
+@pytest.mark.thinned
+@each_way
 @each_dtype
 @pytest.mark.parametrize("operands", ["", "bias", "residual", "bias residual"])
 @pytest.mark.parametrize("shape", [(2, 320, 4, 6), (1, 30, 9, 7)], ids=str)
@@ -312,6 +322,8 @@ def test_add_group_norm(launched, launches, dtype, operands, shape):
     assert launched == launches
 
 
+@pytest.mark.thinned
+@each_way
 @each_dtype
 @pytest.mark.parametrize("operands", ["", "bias residual"])
 @pytest.mark.parametrize(("first", "second", "groups"), [(320, 640, 32), (40, 24, 8), (21, 9, 3)])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 
 import conftest
+import pairs
 import pytest
 
-from kernels.eight_bits import test_mma_gemm8
+from kernels.eight_bits import test_conv2d8, test_group_norm8, test_mma_gemm8
 from kernels.linear import test_mma_gemm
 
 THINNED = [
     function
-    for module in (test_mma_gemm, test_mma_gemm8)
+    for module in (test_mma_gemm, test_mma_gemm8, test_conv2d8, test_group_norm8)
     for _, function in inspect.getmembers(module, inspect.isfunction)
     if any(mark.name == "thinned" for mark in getattr(function, "pytestmark", ()))
 ]
@@ -26,20 +28,28 @@ def halved(request):
 
 @pytest.mark.parametrize(("one", "two"), [(1, 2), pytest.param(1, 3, id="other"), (2, 2)])
 @pytest.mark.parametrize("halved", [4, 8], indirect=True)
-def test_numbered(one, two, halved, request):
+def test_places(one, two, halved, request):
     place = [(1, 2), (1, 3), (2, 2)].index((one, two))
-    assert conftest.number_of(request.node) == 2 * place + (halved == 4)
+    assert conftest.place_of(request.node) == ((halved == 4, place), (2, 3))
 
 
 @pytest.mark.parametrize("function", THINNED)
 def test_each_pair_of_parameters_runs(function):
-    marks = {mark.name: mark for mark in function.pytestmark if mark.name == "thinned"}
-    given = [mark.args for mark in function.pytestmark if mark.name == "parametrize"]
-    names = [(name,) if isinstance(name, str) else name for name, _ in given]
-    weights, counts = list(map(len, names)), [len(values) for _, values in given]
-    step = marks["thinned"].args[0]
-    cases = itertools.product(*map(range, counts))
-    kept = [case for case in cases if sum(map(int.__mul__, case, weights)) % step == 0]
-    assert len(kept) < 0.5 * len(list(itertools.product(*map(range, counts))))
+    counts = [len(mark.args[1]) for mark in function.pytestmark if mark.name == "parametrize"]
+    chosen = pairs.places(tuple(counts))
+    assert len(chosen) < 0.5 * math.prod(counts)
     for i, j in itertools.combinations(range(len(counts)), 2):
-        assert len({(case[i], case[j]) for case in kept}) == counts[i] * counts[j]
+        assert len({(case[i], case[j]) for case in chosen}) == counts[i] * counts[j]
+
+
+def test_each_pair_that_is_possible_runs():
+    found = pairs.covering("abc", range(4), [False, True], when=lambda letter, number, flag: letter != "a" or not flag)
+    assert len(found) == len(set(found)) < 16 and all(letter != "a" or not flag for letter, _, flag in found)
+    assert {each[:2] for each in found} == set(itertools.product("abc", range(4)))
+    assert {each[1:] for each in found} == set(itertools.product(range(4), [False, True]))
+    assert {each[::2] for each in found} == set(itertools.product("abc", [False, True])) - {("a", True)}
+
+
+@pytest.mark.parametrize("values", [["ab"], ["ab", "c"], ["", "ab"]], ids=str)
+def test_of_fewer_than_two_that_vary_all_run(values):
+    assert pairs.covering(*values) == list(itertools.product(*values))

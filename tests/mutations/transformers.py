@@ -11,8 +11,7 @@ _CONTENTS = "test_argument_contents.py::"
 MUTATIONS = [
     Mutation(
         "tables that are written", "weights/tables.py",
-        'new_weight(f"a table {list(tensor.shape)}", tensor,',
-        'new_weight(f"a table {list(tensor.shape)}", tensor.clone(),',
+        "tensor, [({_SLOT: tensor}, _SLOT)]", "(copied := tensor.clone()), [({_SLOT: copied}, _SLOT)]",
         (f"{_TABLES}test_what_is_written_to_a_table_is_seen_at_once",),
     ),
     Mutation(

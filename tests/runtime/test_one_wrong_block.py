@@ -4,6 +4,7 @@ rounding hides."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -151,8 +152,9 @@ def test_in_float32_every_wrong_block_is_noticed(fault):
     assert "the accelerated step differs from the original" in reason
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("fault", {**SMALL, **LARGE})
+@pytest.mark.parametrize(
+    ("fault", "dtype"), list(zip({**SMALL, **LARGE}, itertools.cycle([torch.float16, torch.bfloat16]))), ids=str
+)
 def test_in_half_precision_it_is_noticed_above_what_rounding_hides(fault, dtype):
     lay = {**SMALL, **LARGE}[fault]
     moved, noise = effect(dtype, lay)

@@ -18,7 +18,7 @@ from sfast_ext.plans.graph_pool import pool_of
 from .eight_bits import On
 from .test_resident import CARD, CHANGES, OFF, away, card, halves, kernels  # noqa: F401
 
-EVENTS = 24
+EVENTS = 12
 FIRST, SEEDS = (int(os.environ.get(name, default)) for name, default in (("SEED", "0"), ("SEEDS", "3")))
 """More of them: SEED=100 SEEDS=40 python -m pytest runtime/test_resident_events.py"""
 

@@ -19,7 +19,7 @@ pytest.importorskip("httpx")
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies as st  # noqa: E402
 
-FEW = 200
+FEW = 80
 TIMES = int(os.environ.get("SFAST_TEST_MALFORMED", FEW))
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)

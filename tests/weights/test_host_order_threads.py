@@ -114,7 +114,7 @@ def test_copies_by_other_threads_have_the_values():
         for _ in range(3):
             net(X)
         thread.start()
-        for _ in range(60):
+        for _ in range(20):
             maps(net)
             net(X)
     stop.set()

@@ -91,7 +91,7 @@ class Running:
     @torch.no_grad()
     def picture(self, steps: int = 3, networks: tuple[Any, ...] = ()) -> float:
         """Make an image; how far it is from the twin's."""
-        host, size = self.host, 16
+        host, size = self.host, 8
         self.seed += 1
         host.networks.loaded_networks = list(networks)
         for layer in self.twin.modules():
@@ -150,9 +150,8 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.mark.parametrize("on", [(MEDVRAM, 1.9), (NONE, 1.9)], indirect=True)
 def test_the_unet_stays_in_8_bits(on: Running) -> None:
-    for _ in range(5):
-        assert on.picture(steps=6) < 0.06
-    print(on.session.report.as_dict()["events"], on.session.report.as_dict()["counters"])
+    for _ in range(3):
+        assert on.picture(steps=5) < 0.06
     assert on.accelerator.status()["eight_bits"]["layers"] > 5
     assert on.away and on.counter("errors") == 0
 
@@ -169,7 +168,7 @@ BOTH = pytest.mark.parametrize("on", [(MEDVRAM, 1.9), (NONE, 1.9)], indirect=Tru
 
 @BOTH
 def test_a_lora_is_applied_on_the_gpu_and_followed_at_its_step(on: Running) -> None:
-    on.picture(12)
+    on.picture(6)
     seen, apply = [], on.host.networks.network_apply_weights
 
     def applied(layer: nn.Module) -> None:
@@ -188,7 +187,7 @@ def test_a_lora_is_applied_on_the_gpu_and_followed_at_its_step(on: Running) -> N
 
 @BOTH
 def test_layers_that_a_lora_does_not_change_stay_where_they_are(on: Running) -> None:
-    on.picture(14)
+    on.picture(7)
     seen, apply = [], on.host.networks.network_apply_weights
 
     def applied(layer: nn.Module) -> None:
@@ -210,7 +209,7 @@ def test_another_forward_over_the_unet_gets_its_weights(on: Running) -> None:
     unet.forward = lambda *args, **kwargs: plain(unet, *args, **kwargs)
     assert on.picture(3) < 0.02
     unet.forward = original
-    for _ in range(3):
+    for _ in range(2):
         assert on.picture(3) < 0.06
     # what is short of memory meanwhile is a plan of a block, and is bypassed
     error = on.session.report.as_dict()["last_error"]
@@ -219,15 +218,14 @@ def test_another_forward_over_the_unet_gets_its_weights(on: Running) -> None:
 
 @BOTH
 def test_off_and_on_by_the_setting(on: Running) -> None:
-    for _ in range(2):
-        assert on.picture(4) < 0.06
-        on.host.opts.data["sfast_eight_bits"] = False
-        assert on.picture(4) < 0.02 and on.accelerator.status()["eight_bits"]["bytes"] == 0
-        assert on.flag != NONE or not on.away
-        on.host.opts.data["sfast_eight_bits"] = True
-        assert on.picture(4) < 0.06 and on.counter("errors") == 0
+    assert on.picture(4) < 0.06
+    on.host.opts.data["sfast_eight_bits"] = False
+    assert on.picture(3) < 0.02 and on.accelerator.status()["eight_bits"]["bytes"] == 0
+    assert on.flag != NONE or not on.away
+    on.host.opts.data["sfast_eight_bits"] = True
+    assert on.picture(4) < 0.06 and on.counter("errors") == 0
     on.host.opts.data["sfast_enabled"] = False
-    assert on.picture(4) < 1e-3
+    assert on.picture(2) < 1e-3
 
 
 @BOTH
@@ -236,7 +234,7 @@ def test_another_checkpoint(on: Running) -> None:
     on.load(2)
     gc.collect()
     for _ in range(3):
-        assert on.picture(4) < 0.06
+        assert on.picture(3) < 0.06
     assert on.counter("errors") == 0 and on.away
 
 
@@ -251,13 +249,12 @@ def test_what_is_resident_is_about_half(on: Running) -> None:
     assert there and on.flag != NONE or 0.9 * there < status["eight_bits_bytes"] < 1.4 * there
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("on", [(MEDVRAM, 2.1), (NONE, 2.1)], indirect=True)
+@pytest.mark.parametrize(("on", "seed"), [((MEDVRAM, 2.1), 0), ((NONE, 2.1), 1)], indirect=["on"])
 def test_random_scenes(on: Running, seed: int) -> None:
     rng = random.Random(seed)
     networks: tuple[Any, ...] = ()
     done: list[str] = []
-    for _ in range(8):
+    for _ in range(6):
         scene = rng.choice(["a lora", "no lora", "8 bits", "a checkpoint", "memory", "all off"])
         done.append(scene)
         steps = rng.randint(1, 4)

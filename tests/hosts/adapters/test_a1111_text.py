@@ -119,8 +119,9 @@ def test_what_is_said_of_the_steps_does_not_count_them(on):
 
 
 @pytest.mark.parametrize(
-    "loras",
-    [{"a": 1.0}, {"a": 0.5, "b": -1.0}, {"a": -0.3}, {"b": 2.0}],
+    ("on", "loras"),
+    [("SD 1", {"a": 1.0}), ("SD 2", {"a": 0.5, "b": -1.0}), ("SDXL", {"a": -0.3}), ("SDXL", {"b": 2.0})],
+    indirect=["on"],
     ids=str,
 )
 def test_loras_are_in_what_a_plan_reads_and_gone_afterwards(on, loras):
@@ -180,7 +181,9 @@ def test_what_is_of_the_unet_alone_does_not_stop_them(on):
     assert on.image() == {"plan"}
 
 
-@pytest.mark.parametrize("skip", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("on", "skip"), [("SD 1", 1), ("SD 1", 4), ("SD 2", 2), ("SDXL", 3)], indirect=["on"], ids=str
+)
 def test_the_number_of_skipped_layers_needs_no_plan(on, skip):
     warm(on)
     assert on.image(skip=skip) == {"plan"}

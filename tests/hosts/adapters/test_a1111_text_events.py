@@ -21,7 +21,7 @@ from sfast_ext.hosts.a1111 import adapter as a1111
 
 pytestmark = pytest.mark.usefixtures("text_plans_at_once")
 
-EVENTS = 40
+EVENTS = 16
 LORAS: tuple[dict[str, float], ...] = ({}, {"a": 1.0}, {"a": 0.5, "b": -1.0}, {"b": 0.3})
 
 
@@ -180,6 +180,6 @@ def play(kind: str, seed: int, events: int = EVENTS) -> World:
 def test_text_encoders_compute_what_their_twins_do(kind: str) -> None:
     world = play(kind, 1)
     assert world.report.counter("errors") == 0, world.report.as_dict()["last_error"]
-    assert world.host.errors == [] and world.report.counter("text_eager_runs") > 10
+    assert world.host.errors == [] and world.report.counter("text_eager_runs") > 5
     assert not any("forward" in vars(m) and "AcceleratedForward" in type(m.forward).__name__
                    for each in world.made for m in each.modules())  # fmt: skip

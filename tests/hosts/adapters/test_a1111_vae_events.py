@@ -21,7 +21,7 @@ from sfast_ext.hosts.a1111 import adapter as a1111
 
 pytestmark = pytest.mark.usefixtures("vae_plans_at_once")
 
-EVENTS = 50
+EVENTS = 30
 SIZES = ((8, 8), (8, 12), (6, 8))
 LORAS: tuple[dict[str, float], ...] = ({}, {"a": 1.0}, {"a": 0.5, "b": 1.0}, {"biased": 0.5})
 OWN = AttnBlock.forward
@@ -158,9 +158,8 @@ def play(seed: int, events: int = EVENTS) -> World:
     return world
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_unet_and_vae_compute_what_their_twins_do(seed: int) -> None:
-    world = play(seed)
+def test_unet_and_vae_compute_what_their_twins_do() -> None:
+    world = play(0)
     report = world.report
     assert report.counter("errors") == 0, report.as_dict()["last_error"]
     assert world.host.errors == [] and report.counter("vae_eager_runs") > 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import sys
 from types import SimpleNamespace
@@ -84,8 +85,9 @@ GRIDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cells", GRIDS, ids=str)
-@pytest.mark.parametrize("named", [{"Sampler": "Euler"}, {}], ids=["others", "none"])
+@pytest.mark.parametrize(
+    ("cells", "named"), list(zip(GRIDS, itertools.cycle([{"Sampler": "Euler"}, {}]))), ids=str
+)
 def test_the_images_of_a_grid_name_their_own_settings_alone(host, cells, named):  # noqa: F811
     started(host)
     whole = SimpleNamespace(extra_generation_params=dict(named), options={"steps": 2})

@@ -19,13 +19,14 @@ from hosts.standins import forge as neo
 from hosts.standins import forge_classic as classic
 from sfast_ext.hosts.forge import adapter
 
-EVENTS = 30
+EVENTS = 12
 SIZE = sum(p.nbytes for p in neo.make_unet(1, levels=2).parameters())
 # inputs, indices and results of a tiny model, and packed weights of which Forge has moved a part
 SLACK = 0.2 * SIZE
 STANDINS = {"neo": neo, "classic": classic}
-CASES = [("neo", 1.6), ("neo", 2.2), ("neo", 4.0), ("classic", 2.6), ("classic", 4.0)]
-"""Program, and memory of the GPU in UNets. Forge Classic itself needs two: it holds the weights that it patches."""
+CASES = [("neo", 1.6, 5), ("neo", 2.2, 23), ("neo", 4.0, 41), ("classic", 2.6, 27), ("classic", 4.0, 41)]
+"""Program, memory of the GPU in UNets, and a seed with which memory is short within a few events. Forge Classic itself
+needs two: it holds the weights that it patches."""
 LORAS: tuple[dict[str, float], ...] = ({}, {}, {"a": 1.0}, {"a": -0.5, "b": 0.3})
 
 
@@ -122,8 +123,10 @@ def play(program: str, memory: float, seed: int, patch: pytest.MonkeyPatch, even
     return counters
 
 
-@pytest.mark.parametrize(("program", "memory"), CASES)
-def test_images_and_memory_are_those_without_us(program: str, memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    counters = play(program, memory, int(10 * memory), monkeypatch)
-    assert counters.get("replays", 0) + counters.get("eager_runs", 0) > 15
+@pytest.mark.parametrize(("program", "memory", "seed"), CASES)
+def test_images_and_memory_are_those_without_us(
+    program: str, memory: float, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters = play(program, memory, seed, monkeypatch)
+    assert counters.get("replays", 0) + counters.get("eager_runs", 0) > 6
     assert counters["memory_given_back"] > 0

@@ -213,8 +213,12 @@ def test_a_function_among_options_that_nobody_knows_is_bypassed(on, options):
     on.bypassed("works inside the UNet; turn it off", reference(on.name))
 
 
-@pytest.mark.parametrize("options", KNOWN.values(), ids=KNOWN)
-@each
+# each of them in two programs, each program has three
+@pytest.mark.parametrize(
+    ("options", "on"),
+    [(options, list(PROGRAMS)[(i + j) % 4]) for i, options in enumerate(KNOWN.values()) for j in (0, 2)],
+    indirect=["on"],
+)
 def test_what_the_forward_cannot_read_does_not_stop_plans(on, options):
     on.host.option(**options)
     on.accelerated(reference(on.name))

@@ -141,27 +141,27 @@ def test_what_needed_no_preparation_is_made_once(world, monkeypatch):
     assert len(world.made) == before + 2
 
 
-@pytest.mark.parametrize("enabled", [True, False])
+CHANGES = {
+    "plain": lambda p: None,
+    "off": lambda p: setattr(p, "override_settings", {KEY: False}),
+    "on": lambda p: setattr(p, "override_settings", {KEY: True, "sfast_tolerance": 0.05}),
+    "none": lambda p: setattr(p, "override_settings", None),
+    # of SD.Next, which restores nothing after its images
+    "grid": lambda p: setattr(p, "override_settings_restore_afterwards", False),
+    "asks on": lambda p: setattr(p, "script_args", ({"enabled": True},)),
+    "asks off": lambda p: setattr(p, "script_args", ({"enabled": False},)),
+    "asks by a word": lambda p: setattr(p, "script_args", (False,)),
+    "seed": lambda p: setattr(p, "seed", 9),
+    "seeds": lambda p: setattr(p, "seed", [4, 5]),
+}
+
+
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda p: None,
-        lambda p: setattr(p, "override_settings", {KEY: False}),
-        lambda p: setattr(p, "override_settings", {KEY: True, "sfast_tolerance": 0.05}),
-        lambda p: setattr(p, "override_settings", None),
-        # a grid of SD.Next's restores nothing after its images
-        lambda p: setattr(p, "override_settings_restore_afterwards", False),
-        lambda p: setattr(p, "script_args", ({"enabled": True},)),
-        lambda p: setattr(p, "script_args", ({"enabled": False},)),
-        lambda p: setattr(p, "script_args", (False,)),
-        lambda p: setattr(p, "seed", 9),
-        lambda p: setattr(p, "seed", [4, 5]),
-    ],
-    ids=["plain", "off", "on", "none", "grid", "asks on", "asks off", "asks by a word", "seed", "seeds"],
+    ("change", "enabled"), [*((name, True) for name in CHANGES), *((name, False) for name in ("plain", "off", "on"))]
 )
 def test_the_switch_is_that_of_the_comparison_and_is_put_back(world, change, enabled):
     p = Request(steps=3)
-    change(p)
+    CHANGES[change](p)
     sys.modules["modules.processing"].process_images_inner(p)
     world.opts.sfast_enabled = enabled
     assert compared(world)["state"] == "done"

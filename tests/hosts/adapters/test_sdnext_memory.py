@@ -32,12 +32,9 @@ STAYS, KEPT, BACK = "the UNet stays", "plans keep its weights", "its weights are
 # GiB in use at most, in the stock WebUI and with the extension
 TABLE = [
     (SD15, 8, KEPT, 2.3, 3.0),
-    (SD15, 12, KEPT, 2.3, 3.0),
     (SD15, 16, STAYS, 3.0, 3.2),
-    (SD15, 24, STAYS, 3.0, 3.2),
     (SDXL, 8, BACK, 6.1, 6.2),
     (SDXL, 12, KEPT, 6.1, 8.3),
-    (SDXL, 16, KEPT, 7.6, 8.3),
     (SDXL, 24, STAYS, 7.6, 9.8),
 ]
 
@@ -54,7 +51,7 @@ def test_every_job_is_accelerated(
     first = on.job(expected)
     assert first["runs"] == STEPS - 1 and first["captures"] == first["graph_captures"] == 1
     assert on.peak() < gib - 0.9
-    for _ in range(2):
+    for _ in range(2 if what == BACK else 1):
         job = on.job(expected)
         assert job["runs"] == STEPS and job["captures"] == 0
         assert job["graph_captures"] == job["memory_given_back"] == (what == BACK)
@@ -66,7 +63,7 @@ def test_every_job_is_accelerated(
 
 
 @with_vae_plans
-@pytest.mark.parametrize(("like", "gib"), [(SD15, 8), (SDXL, 8), (SDXL, 24)])
+@pytest.mark.parametrize(("like", "gib"), [(SD15, 8), (SDXL, 24)])
 def test_settings_that_take_effect_at_once(open_card: Any, like: Proportions, gib: int) -> None:
     on = open_card(gib, like, release="august")
     expected = on.expected()
@@ -85,7 +82,7 @@ def test_settings_that_take_effect_at_once(open_card: Any, like: Proportions, gi
 
 
 @pytest.mark.skipif(not HAS_GROUPS, reason="this diffusers cannot offload by groups")
-@pytest.mark.parametrize(("like", "gib"), [(SD15, 12), (SDXL, 16), (SDXL, 24)])
+@pytest.mark.parametrize(("like", "gib"), [(SD15, 12), (SDXL, 24)])
 def test_a_network_that_stays_under_offload_by_groups(open_card: Any, like: Proportions, gib: int) -> None:
     on = open_card(gib, like, release="august")
     expected = on.expected()
@@ -102,7 +99,7 @@ def test_a_network_that_stays_under_offload_by_groups(open_card: Any, like: Prop
     assert job["runs"] == STEPS and job["captures"] == 0
 
 
-@pytest.mark.parametrize(("like", "gib"), [(SD15, 12), (SDXL, 8)])
+@pytest.mark.parametrize(("like", "gib"), [(SDXL, 8)])
 def test_in_bfloat16_which_is_the_default(open_card: Any, like: Proportions, gib: int) -> None:
     on = open_card(gib, like, torch.bfloat16)
     # a CPU takes 30 times as long as in float32
@@ -150,7 +147,7 @@ def test_lora_is_followed_while_the_weights_come_and_go(open_card: Any, gib: int
     assert on.host.captures() == 1
 
 
-@pytest.mark.parametrize(("like", "gib"), [(SDXL, 8), (SDXL, 12)])
+@pytest.mark.parametrize(("like", "gib"), [(SDXL, 8)])
 def test_a_checkpoint_of_the_same_architecture_keeps_the_plans(open_card: Any, like: Proportions, gib: int) -> None:
     on = open_card(gib, like)
     expected = [on.expected(seed) for seed in (0, 1)]
@@ -164,7 +161,7 @@ def test_a_checkpoint_of_the_same_architecture_keeps_the_plans(open_card: Any, l
 
 
 @with_vae_plans
-@pytest.mark.parametrize("gib", [8, 12])
+@pytest.mark.parametrize("gib", [12])
 def test_what_did_not_change_is_not_copied_back(open_card: Any, gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on = open_card(gib, SDXL)
     layers = network(on.unet)
@@ -253,7 +250,7 @@ def test_a_controlnet_beside_it(open_card: Any) -> None:
 
 
 @with_vae_plans
-@pytest.mark.parametrize(("like", "gib", "moved"), [(SD15, 12, True), (SDXL, 8, True), (SD15, 24, False)])
+@pytest.mark.parametrize(("like", "gib", "moved"), [(SDXL, 8, True), (SD15, 24, False)])
 def test_the_vae_s_plans_hold_nothing_while_it_is_off_the_gpu(
     open_card: Any, like: Proportions, gib: int, moved: bool
 ) -> None:
@@ -275,7 +272,7 @@ def test_the_vae_s_plans_hold_nothing_while_it_is_off_the_gpu(
     assert decoder.arena.vacant == moved
 
 
-@pytest.mark.parametrize("gib", [8, 12])
+@pytest.mark.parametrize("gib", [8])
 def test_what_fails_while_weights_are_brought_is_no_failure_of_the_host(
     open_card: Any, gib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

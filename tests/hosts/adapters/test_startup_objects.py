@@ -56,12 +56,10 @@ def start(host: Host) -> None:
     host.script_callbacks.fire("app_started", None, fastapi.FastAPI())
 
 
-@pytest.mark.parametrize("pythons", [0, 375])
-def test_a_collection_visits_what_came_after_the_start(
-    host: Host, monkeypatch: pytest.MonkeyPatch, pythons: int
-) -> None:
+def test_a_collection_visits_what_came_after_the_start(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     count = gc.get_freeze_count
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: count() + pythons)
+    # of Python 3.12
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: count() + 375)
     before = len(gc.get_objects())
     held = Ring()
     early, kept = weakref.ref(held), weakref.ref(held)

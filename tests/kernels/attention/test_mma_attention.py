@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels import cuda_on_cpu
-from kernels.support import attended, close_rows, half_dtype, heads, randn, wide
+from kernels.support import attended, close_rows, heads, randn, wide
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.attention.mma_attention import Shape
@@ -36,8 +36,12 @@ FEW_KEYS += [(1, 2, 129, 4, 24), (1, 1, 500, 16, 40), (1, 1, 64, 81, 160), (1, 1
 MANY_KEYS = [(1, 2, 70, 300, 40), (1, 1, 300, 256, 64), (1, 1, 33, 161, 80), (1, 1, 65, 192, 128), (1, 1, 20, 200, 160)]
 
 
-@half_dtype
-@pytest.mark.parametrize("shape", FEW_KEYS + MANY_KEYS, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(shape, torch.float16) for shape in FEW_KEYS + MANY_KEYS]
+    + [(shape, torch.bfloat16) for shape in FEW_KEYS[::3] + MANY_KEYS[::2]],
+    ids=str,
+)
 def test_shapes(device, dtype, shape):
     q, k, v = heads(shape, dtype, device)
     assert mma_attention.accepts(q, k, v, None) is None

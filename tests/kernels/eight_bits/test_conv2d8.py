@@ -102,7 +102,7 @@ SIZES = [((2, 64, 5, 7), 40), ((1, 128, 9, 8), 168), ((3, 64, 1, 1), 8), ((1, 64
 """Of an image, and output channels."""
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned
 @each_tile(TILES)
 @each_dtype
 @pytest.mark.parametrize(("size", "columns"), SIZES, ids=str)
@@ -242,10 +242,10 @@ def test_sizes_of_models_by_every_tile(size, columns, stride):
                 close(y, target, target, bias, torch.ones(1))
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("capability", [TURING, A100, AMPERE, (8, 9), (9, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("capability", [TURING, AMPERE, (12, 0)], ids=str)
 @each_dtype
 def test_mma_conv8_compiles(monkeypatch, tmp_path, capability, number, residual, dtype):
     monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path))

@@ -59,7 +59,7 @@ SIZES = [((2, 64, 5, 7), 32), ((3, 320, 9, 6), 32), ((1, 40, 1, 1), 1), ((2, 96,
 @pytest.mark.parametrize(("size", "groups"), SIZES, ids=str)
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned
 def test_sizes(device, dtype, size, groups, silu, shifted):
     x = image(*size, dtype=dtype, device=device, mean=0.5)
     weight, bias = (randn(size[1], dtype=dtype, device=device) for _ in range(2))
@@ -157,7 +157,7 @@ def test_it_is_the_norm_before_it_is_rounded(device):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned
 def test_of_a_sum(device, dtype, with_bias, with_residual, scale):
     x, residual = (image(2, 80, 7, 9, dtype=dtype, device=device) for _ in range(2))
     residual = residual if with_residual else None

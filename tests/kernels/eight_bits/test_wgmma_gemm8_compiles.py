@@ -33,7 +33,8 @@ if len(KINDS) > 1:
     EACH += [wgmma_gemm8.constants(tile, torch.float8_e4m3fn, torch.float16, RESIDUAL) for tile in widest]
 
 
-@pytest.mark.parametrize("given", EACH, ids=lambda given: "-".join(map(str, given.values())))
+# `make cuda-table` compiles all
+@pytest.mark.parametrize("given", EACH[::2], ids=lambda given: "-".join(map(str, given.values())))
 def test_it_compiles(given):
     # with 192 sums of a thread, or GEGLU on 160, an address is laid aside once a tile
     registers, fixed = built("wgmma_gemm8", given, 8 if given["TEAM"] == 1 and given["WIDTH"] > 128 else 0)

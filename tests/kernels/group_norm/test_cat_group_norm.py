@@ -83,7 +83,9 @@ def test_patches(device, path, shape, groups):
         close(y, exact)
 
 
+@pytest.mark.thinned
 @each_path
+@pytest.mark.parametrize("path", ["whole", "parts", "none"], indirect=True)
 @each_dtype
 @pytest.mark.parametrize("has", ["bias", "residual", "both", "neither"])
 def test_dtypes(device, dtype, has):

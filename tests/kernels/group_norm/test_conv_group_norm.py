@@ -214,6 +214,8 @@ def given(shape, dtype, device):
     return x, conv, None, total, groups, *(randn(columns, dtype=dtype, device=device) for _ in range(2)), 1e-5
 
 
+@pytest.mark.thinned
+@pytest.mark.parametrize("boxed", [False, True], ids=["boxes", "many boxes"], indirect=True)
 @each_dtype
 @pytest.mark.parametrize("shape", BOXED, ids=str)
 def test_normalising_by_the_statistics_of_boxes(device, boxed, shape, dtype):

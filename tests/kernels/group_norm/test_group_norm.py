@@ -76,7 +76,9 @@ def test_shapes(device, path, shape, groups):
     assert len(shape) != 4 or y.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.thinned
 @each_path
+@pytest.mark.parametrize("path", ["whole", "parts", "loop"], indirect=True)
 @each_dtype
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("shifted", [False, True])
@@ -193,8 +195,12 @@ def test_results_repeat(device, path):
     assert torch.equal(*(group_norm.launch(x, 8, None, None, 1e-5, silu=True) for _ in range(2)))
 
 
-@pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize(("path", "shape", "groups"), taken(PICTURES), indirect=["path"], ids=str)
+@pytest.mark.parametrize(
+    ("path", "shape", "groups", "silu"),
+    [(*case, bool(i % 2)) for i, case in enumerate(taken(PICTURES))],
+    indirect=["path"],
+    ids=str,
+)
 def test_patches(device, path, shape, groups, silu):
     x = randn(*shape, dtype=torch.float32, device=device).to(memory_format=torch.channels_last)
     weight, bias, shift = (randn(*n, dtype=torch.float32, device=device) for n in (shape[1:2], shape[1:2], shape[:2]))
