@@ -215,3 +215,43 @@ def test_a_copy_of_a_model_with_parts_runs_its_own_weights(pair):
         each.blocks[1].conv.weight.mul_(2)
     same(by_blocks(other, (0, 0)), by_blocks(twin, (0, 0)), request())
     same(plain(other), plain(twin), request())
+
+
+def exchanged(*nets, by: str, where: slice = slice(None)) -> None:
+    """Other values in memory of their own, for all parameters or for some."""
+    torch.manual_seed(9)
+    names = [name for name, _ in nets[0].named_parameters()][where]
+    for name in names:
+        value = torch.randn_like(nets[0].get_parameter(name)) * 0.3
+        for net in nets:
+            owner, _, last = name.rpartition(".")
+            if by == "data":
+                net.get_parameter(name).data = value.clone()
+            else:
+                net.get_submodule(owner)._parameters[last] = nn.Parameter(value.clone(), requires_grad=False)
+
+
+@pytest.mark.parametrize("where", [slice(None), slice(2, None), slice(0, -2), slice(4, 8)], ids=str)
+@pytest.mark.parametrize("by", ["data", "parameters"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_parts_run_plans_at_once_after_the_memory_of_all_plans_was_given_back(pair, whole, by, where):
+    net, twin, acc = pair
+    by_ours, by_twin = by_blocks(net, (0.5, 1.5)), by_blocks(twin, (0.5, 1.5))
+    if whole:
+        # its plan reads weights that are in no part, and which the parts do not bring back
+        same(plain(net), plain(twin), request())
+    acc.accelerate_parts(parts(net))
+    for _ in range(2):
+        same(by_ours, by_twin, request())
+    for _ in range(2):
+        exchanged(net, twin, by=by, where=where)
+        acc.give_memory_back()
+        before = counters(acc)
+        for _ in range(2):
+            same(by_ours, by_twin, request())
+        after = counters(acc)
+        assert after["eager_runs"] == before.get("eager_runs", 0) + 4 and "fallbacks" not in after
+        assert after["captures"] == before["captures"]
+    same(plain(net), plain(twin), request())
+    same(plain(net), plain(twin), request())
+    assert acc.report.as_dict()["last_error"] is None

@@ -72,7 +72,7 @@ class Earnings:
         self._generation, self.calls = self._generation + 1, 0
 
     def due(self, kind: Hashable) -> bool:
-        """Whether a call of this kind, which has no plan, gets one. Call it once for each such call."""
+        """Whether a call of this kind, which has no plan, gets one. To ask again in the same call changes nothing."""
         with self._lock:
             first = self._met.get(kind)
             if first is None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from sfast_ext import torch_state
-from sfast_ext.call_signature import NotOurs, copied
+from sfast_ext.call_signature import NotOurs, Signature, copied
 from sfast_ext.capture import arguments
 from sfast_ext.capture.state import State
 from sfast_ext.gc_pause import gc_paused
@@ -64,6 +64,7 @@ class CallServer:
         self._rare, self._earnings = RareCalls(), Earnings()
         self.generation = 1
         self.pace = Pace()
+        finder.builds = self._is_earned
 
     def new_generation(self) -> None:
         """A generation begins."""
@@ -134,7 +135,7 @@ class CallServer:
         config, lock, key = self._context.config, self._context.model.build_lock, lookup.key
         if config.rare_calls and not self._rare.is_due(key, config.rare_gain, config.rare_build_ms):
             return False
-        if self._must_earn() and not self._earnings.due(lookup.shape_signature):
+        if not self._is_earned(lookup.shape_signature):
             self._report.bypassed(NEW_KIND())
             return False
         if not lock.acquire(blocking=False):
@@ -157,6 +158,10 @@ class CallServer:
         except Exception as exc:
             self._report.error(stage(), exc)
             return otherwise
+
+    def _is_earned(self, kind: Signature) -> bool:
+        """Whether a plan for calls of this kind has been earned, or need not be."""
+        return not self._must_earn() or self._earnings.due(kind)
 
     def _must_earn(self) -> bool:
         """Whether it matters if a plan is earned back. What is prepared was asked for."""

@@ -105,6 +105,9 @@ class PlanFinder:
         roles: which numbers are inputs of plans.
         backoff: delays captures.
         changes: forwards that change state.
+
+    Attributes:
+        builds: whether a call of this kind gets a plan if it has none.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class PlanFinder:
         self._backoff, self._changes = backoff, changes
         self._missed: Signature | None = None
         self.speculation = Speculation()
+        self.builds: Callable[[Signature], bool] = lambda kind: True
         self.keys = self._new_keys(0)
 
     def follow(self, behaviour: int) -> None:
@@ -192,6 +196,9 @@ class PlanFinder:
         if not speculate and not settled(call.pending):
             return self.find(args, kwargs, speculate=False)
         key_confirmed = key_confirmed or (not speculate and self.keys.trusted)
+        if plan is None and not self._cache.rejected and not self.builds(tensors_alone(call.signature)):
+            # neither the key nor the weights matter to the original forward; its own order of them stays
+            return Lookup(call, key, None, False, False, False, ReplayState.BUILD)
         if not key_confirmed and (plan is None or compared):
             # An unconfirmed key is good enough to run a plan, but not to refuse one: the obstacle may be gone.
             # And a plan may only be compared with the behaviour that it was built for.

@@ -125,7 +125,7 @@ class PlanRunner:
     def outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
         """The flat outputs of a plan. The caller holds `guard`."""
         context = self._context
-        if context.arena.vacant:
+        if context.arena.lacks(plan.weights):
             # freed by another thread since the last sync
             raise WeightsAway(reasons.WEIGHTS_GIVEN_BACK())
         if not context.arena.order.plan():

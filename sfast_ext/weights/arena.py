@@ -225,8 +225,13 @@ class WeightArena:
 
     @property
     def vacant(self) -> bool:
-        """Whether any live tensor has no memory. Then no plan may run before the next successful `sync`."""
+        """Whether any live tensor has no memory."""
         return bool(self._tracked.vacant)
+
+    def lacks(self, weights: Sequence[Weight]) -> bool:
+        """Whether any of these has no memory. Then no plan that reads them may run before the next `sync`."""
+        vacant = self._tracked.vacant
+        return bool(vacant) and any(id(weight) in vacant for weight in weights)
 
     @property
     def vacant_bytes(self) -> int:

@@ -31,6 +31,12 @@ MUTATIONS = [
         (_PROGRAMS + "test_weights_that_are_cast_or_come_in_parts_are_bypassed_while_they_do",),
     ),
     Mutation(
+        "a ControlNet in parts, in Forge Neo", "hosts/forge/programs.py",
+        'if getattr(holder, "model_lowvram", False):\n        return reasons.IN_PARTS()\n    layers = _casting',
+        "if False:\n        return reasons.IN_PARTS()\n    layers = _casting",
+        (_BESIDE + "test_a_network_that_is_loaded_in_parts_is_bypassed_until_it_is_loaded_whole",),
+    ),
+    Mutation(
         "functions around the forward, in reForge", "hosts/forge/hooks.py",
         'value = value.get("diffusion_model") if isinstance(value, dict) else value', "value = None",
         (_PROGRAMS + "test_functions_around_the_unet_s_forward_are_bypassed_and_those_around_others_are_not",),

@@ -106,7 +106,7 @@ MUTATIONS = [
     ),
     Mutation(
         "memory that was given back", "runtime/plan_runner.py",
-        "if context.arena.vacant:", "if False:",
+        "if context.arena.lacks(plan.weights):", "if False:",
         ("weights/test_vacancy.py::test_no_plan_runs_while_the_memory_is_away",),
     ),
     Mutation(
@@ -241,7 +241,7 @@ MUTATIONS = [
     Mutation(
         "the detector of a part, once the arena has moved weights", "weights/submodule_arena.py",
         "        self._own()\n        self.order.plan()", "        self.order.plan()",
-        ("hosts/adapters/test_controlnet.py::test_other_weights_of_units_and_of_the_model_need_no_new_plans",),
+        ("weights/test_arena.py::test_a_part_checks_what_was_bound_after_its_last_check",),
     ),
     Mutation(
         "weights that a graph of the program reads", "weights/host_order.py",

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from sfast_ext import Config, accelerate
+from sfast_ext.behaviour.key import BehaviourKeys
 from sfast_ext.plans import earnings
 from sfast_ext.plans.earnings import Earnings
 from sfast_ext.plans.payback import FIRST_BUILD_MS
+from sfast_ext.weights.arena import WeightArena
 
 
 class Clock:
@@ -251,6 +253,20 @@ def test_an_accelerator_waits_with_the_second_size_and_says_why():
     assert ours.made(12) and not ours.made(20)
     # what it made is used
     assert not ours.made(12) and ours.accelerator.report.counter("eager_runs") == 1
+
+
+def test_a_call_that_waits_neither_reads_the_key_nor_lays_out_the_weights(monkeypatch):
+    ours = Sized(earned=True)
+    ours.accelerator.new_generation()
+    # the second call reads the key that the first has left
+    assert ours.made(8) and not ours.made(12)
+    asked = []
+    monkeypatch.setattr(WeightArena, "sync", lambda *args: asked.append("weights"))
+    monkeypatch.setattr(BehaviourKeys, "read", lambda *args: asked.append("key"))
+    for side in (12, 16, 12):
+        assert not ours.made(side)
+    assert not asked and not ours.accelerator.report.counter("errors")
+    assert sum(ours.accelerator.report.as_dict()["reasons"].values()) == 4
 
 
 def test_the_same_size_with_another_behaviour_does_not_wait():

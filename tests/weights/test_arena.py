@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sfast_ext.weights.arena import WeightArena, WeightsAway, WeightsChanged
+from sfast_ext.weights.submodule_arena import SubmoduleArena
 
 
 class Small(nn.Module):
@@ -275,3 +276,18 @@ def test_sync_is_cheap_when_nothing_changed():
         return count
 
     assert 0 < steps(850) == steps(8)
+
+
+def test_a_part_checks_what_was_bound_after_its_last_check():
+    model = nn.ModuleDict({"part": nn.Linear(4, 3), "rest": nn.Linear(4, 3)})
+    arena = WeightArena(model)
+    part = SubmoduleArena(arena, model["part"])
+    assert part.sync() == 0
+    arena.index()
+    weights = [arena.locate(model[name].weight) for name in ("part", "rest")]
+    arena.bind(weights)
+    for module in model.values():
+        module.weight.data = torch.full((3, 4), 2.0)
+    # the other is not the part's
+    assert part.sync() == 1 and bool((weights[0].tensor == 2).all())
+    assert arena.sync() == 1 and bool((weights[1].tensor == 2).all())

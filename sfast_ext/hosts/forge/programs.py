@@ -68,9 +68,16 @@ class Program:
     weights_bypass_reason: Callable[[Any, nn.Module], Reason | None]
 
 
+_LOADED = (
+    "model_lowvram", "lowvram_patch_counter", "current_weight_patches_uuid", "model_loaded_weight_memory",
+    "model_offload_buffer_memory",
+)  # fmt: skip
+"""What a patcher notes on the model that it loads, which is a ControlNet itself; another patcher, of another image say,
+notes another UUID."""
+
+
 def _neo_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
-    noted = ("model_lowvram", "lowvram_patch_counter", "current_weight_patches_uuid", "model_loaded_weight_memory")
-    return tuple(getattr(holder, name, None) for name in noted)
+    return tuple(getattr(holder, name, None) for name in _LOADED)
 
 
 def _casting(network: nn.Module) -> list[nn.Module]:
@@ -121,6 +128,7 @@ NEO = Program(
             # a layer has its own lists once it was loaded; while anything is in them, calls are bypassed
             "weight_function",
             "bias_function",
+            *_LOADED,
         }
     ),
     _neo_state,
@@ -227,7 +235,7 @@ REFORGE = Program(
     "ldm_patched.contrib.nodes_tomesd",
     CLASSIC.read,
     # a layer has its own lists once it was loaded in parts; while anything is in them, calls are bypassed
-    frozenset({_CAST, _CAST_BEFORE, "ldm_patched_patched_weights", "weight_function", "bias_function"}),
+    frozenset({_CAST, _CAST_BEFORE, "ldm_patched_patched_weights", "weight_function", "bias_function", *_LOADED}),
     _neo_state,
     _reforge_inside,
     _reforge_bypass_reason,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import uuid
 import weakref
 from typing import Any
 
@@ -64,6 +65,38 @@ def test_images_with_controlnets_are_those_without_us_and_plans_of_the_networks_
     assert named([(1, 3, 64, 64), (2, 4, 8, 8), (2,), (2, 7, 16)]).startswith("64x64")
     # one of the UNet, and one of it with residuals; one of each network
     assert on.count("captures") == 4
+
+
+NOTED = {
+    "model_loaded_weight_memory": (0, 2**30, 5),
+    "lowvram_patch_counter": (0, 1, 7),
+    "model_offload_buffer_memory": (0, 2**20, 3),
+    "current_weight_patches_uuid": (None, uuid.UUID(int=1), uuid.UUID(int=2)),
+}
+
+
+@pytest.mark.parametrize("on", ["Forge Neo", "reForge"], indirect=True)
+def test_what_a_patcher_notes_on_a_network_that_it_loads_costs_no_plan(on):
+    (unit,) = units(1.0)
+    for name, values in NOTED.items():
+        for value in values:
+            setattr(unit.control_model, name, value)
+            secondary.control(on.host, unit)
+            assert same(on.host.generate(), controlled(on.name, 1.0))
+        (found,) = accelerators(on, "controlnet")
+        assert len(found["plans"]) == 1 and on.status()["reasons"] == {}, name
+
+
+@pytest.mark.parametrize("on", ["Forge Neo", "reForge"], indirect=True)
+def test_a_network_that_is_loaded_in_parts_is_bypassed_until_it_is_loaded_whole(on):
+    (unit,) = units(1.0)
+    calls = []
+    for in_parts in (False, True, True, False):
+        unit.control_model.model_lowvram = in_parts
+        secondary.control(on.host, unit)
+        assert same(on.host.generate(), controlled(on.name, 1.0))
+        calls.append(sum(n for reason, n in on.status()["reasons_since_start"].items() if "keeps a part" in reason))
+    assert calls[0] == 0 < calls[1] < calls[2] == calls[3], on.status()["reasons_since_start"]
 
 
 @each

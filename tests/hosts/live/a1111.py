@@ -27,7 +27,7 @@ from PIL import Image
 
 from sfast_ext.ui.api import STATUS_KEPT_S
 
-from .webui import VAE_PLANS, WebUI, add_extension, difference, encoded
+from .webui import PATIENCE, VAE_PLANS, WebUI, add_extension, difference, encoded
 
 HOST = os.environ.get("SFAST_A1111_DIR")
 MARKS = [
@@ -82,7 +82,7 @@ def python() -> str:
 def make_models(folder: Path, *which: str) -> None:
     """Fill `folder` with tiny models, or with those that `which` names, by the WebUI's interpreter."""
     command = [python(), str(CHECKOUT / "tests" / "hosts" / "live" / "a1111_models.py"), str(folder), *which]
-    made = subprocess.run(command, cwd=HOST, capture_output=True, text=True, timeout=300, check=False)
+    made = subprocess.run(command, cwd=HOST, capture_output=True, text=True, timeout=PATIENCE * 300, check=False)
     assert made.returncode == 0, made.stderr
 
 

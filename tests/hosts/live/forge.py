@@ -40,16 +40,21 @@ from .a1111 import (
     pictured,
     play,
 )
-from .webui import WebUI, pixels
+from .webui import PATIENCE, WebUI, pixels
 
 
 @dataclass(frozen=True)
 class Program:
-    """One of them: its name, the beginning of its variables, and the flags by which it computes on the CPU in fp32."""
+    """One of them: its name, the beginning of its variables, and the flags by which it computes on the CPU in fp32.
+
+    Args:
+        freeu: the title of its script for FreeU, and what that takes in addition to the four factors.
+    """
 
     name: str
     variable: str
     on_the_cpu: str
+    freeu: tuple[str, tuple[float, ...]] | None = None
 
     @property
     def folder(self) -> str | None:
@@ -73,8 +78,9 @@ class Program:
 
 NEO = Program("Forge Neo", "SFAST_FORGE", "--cpu --force-fp32")
 CLASSIC = Program("Forge Classic", "SFAST_FORGE_CLASSIC", "--always-cpu --all-in-fp32")
-OLD = Program("Forge", "SFAST_FORGE_OLD", "--always-cpu --all-in-fp32")
-REFORGE = Program("reForge", "SFAST_REFORGE", "--always-cpu --all-in-fp32")
+FREEU, WHOLE = "FreeU Integrated", (0.0, 1.0)
+OLD = Program("Forge", "SFAST_FORGE_OLD", "--always-cpu --all-in-fp32", (f"{FREEU} (SD 1.x, SD 2.x, SDXL)", WHOLE))
+REFORGE = Program("reForge", "SFAST_REFORGE", "--always-cpu --all-in-fp32", (FREEU, ()))
 WITHOUT_NETWORK = (
     "--skip-prepare-environment --skip-version-check --skip-python-version-check --no-hashing --api --nowebui"
     " --server-name 127.0.0.1"
@@ -103,7 +109,8 @@ def make_models(folder: Path, program: Program, *large: str) -> None:
     """Small checkpoints and LoRAs, in a folder that is not there yet, or a large checkpoint: see `forge_full.py`."""
     script = CHECKOUT / "tests" / "hosts" / "live" / ("forge_full.py" if large else "forge_models.py")
     command = [program.python, str(script), str(folder), *large]
-    made = subprocess.run(command, cwd=program.folder, capture_output=True, text=True, timeout=300, check=False)
+    patience = PATIENCE * 300
+    made = subprocess.run(command, cwd=program.folder, capture_output=True, text=True, timeout=patience, check=False)
     assert made.returncode == 0, made.stderr
 
 
@@ -138,6 +145,14 @@ def named(webui: WebUI, steps: Round) -> Round:
     (name,) = [each for each in models if each.partition(" ")[0] == "control"]
     told = json.dumps(steps).replace('"model": "control"', f'"model": {json.dumps(name)}')
     return [(step, route, payload) for step, route, payload in json.loads(told)]
+
+
+def with_freeu(program: Program) -> dict[str, Any]:
+    """The scripts of an image with FreeU; none if the program has no FreeU."""
+    if program.freeu is None:
+        return {}
+    title, more = program.freeu
+    return {title: {"args": [True, 1.3, 1.4, 0.9, 0.2, *more]}}
 
 
 CHANGED = ("lora", "lora weaker", "two loras", "other", "three", "token merging")

@@ -1,82 +1,45 @@
-"""Random scenes in a real Forge: `python -m hosts.live.random_scenes --host classic --scenes 2000 --seed 0`.
+"""Random scenes in a real Forge or SD.Next: `python -m hosts.live.random_scenes --host neo --scenes 1000 --seed 0`.
 
-A scene is an image with a size, number, prompt, LoRAs, sampler and kind of its own, of the checkpoint that is loaded
-or of another. All are made by the WebUI alone, then by one with the extension: images must be the same. What fails is
-played again by the command that it names, with the scenes of its hundred.
+A scene is an image with a size, number, prompt, LoRAs, sampler and kind of its own, some with ControlNets, of the
+checkpoint that is loaded or of another. All are made by the WebUI alone, then by one with the extension: images must be
+the same. What fails is played again by the command that it names, with the scenes of its seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks import records
-from benchmarks.webui.hosts import small_card
 
-from . import forge
-from .a1111 import IMG2IMG, IN_FP32, IN_HALF, INIT, PLAIN, Round, apart, make_data, play
+from .a1111 import Round, apart
+from .random_scene_hosts import HOSTS, Forge, Host
 from .webui import WebUI
 
-HOSTS = {"neo": forge.NEO, "classic": forge.CLASSIC, "forge": forge.OLD, "reforge": forge.REFORGE}
 EACH = 100
 """Scenes of one seed, which a WebUI of its own makes."""
-FIRST = "first"
-CHECKPOINTS = ("one", "other", "three")
-SIZES = ((64, 64), (64, 64), (128, 128), (72, 136), (192, 64))
-SAMPLERS = ("Euler", "Euler a", "Heun", "DPM++ 2M")
-LONG = "and many more words that make it longer than the length that a text model reads at once, " * 4
+FAILED: list[str] = []
+"""In the place of images that the WebUI could not make."""
 
 
-def scenes(seed: int, count: int, program: forge.Program = forge.NEO) -> Round:
-    """Steps that a seed stands for: each is an image, before some another checkpoint is loaded."""
-    # Forge fails by itself with a LoRA for another architecture
-    checkpoints = CHECKPOINTS[:2] if program is forge.OLD else CHECKPOINTS
-    draw = random.Random(seed)
-    found: Round = []
-    for number in range(count):
-        if draw.random() < 0.12:
-            name = draw.choice(checkpoints)
-            found.append((f"to {name}", "options", {"sd_model_checkpoint": f"{name}.safetensors"}))
-        found.append((f"{seed}/{number}", *_picture(draw)))
-    return found
-
-
-def _picture(draw: random.Random) -> tuple[str, dict[str, Any]]:
-    width, height = draw.choice(SIZES)
-    prompt = draw.choice(("a dog", "a ship on the sea", "a dog AND a ship:0.6", "[a dog:a ship:0.5]", LONG))
-    # weak ones: stronger ones make of rounding another image
-    for name in draw.sample(("strong", "second"), draw.choice((0, 0, 1, 1, 2))):
-        prompt += f" <lora:{name}:{draw.choice((-0.1, 0.05, 0.1, 0.2))}>"
-    payload = {**PLAIN, "prompt": prompt, "width": width, "height": height, "seed": draw.randrange(1000)}
-    payload |= {
-        "sampler_name": draw.choice(SAMPLERS),
-        "steps": draw.randint(2, 4),
-        "batch_size": draw.choice((1, 1, 2)),
-    }
-    payload |= {"cfg_scale": draw.choice((7.0, 7.0, 1.0)), "negative_prompt": draw.choice(("", "a cat", LONG))}
-    kind = draw.random()
-    if kind < 0.2:
-        return "img2img", {**payload, "init_images": [INIT], "denoising_strength": 0.6}
-    if kind < 0.3:
-        hires = {"enable_hr": True, "hr_scale": 1.5, "hr_upscaler": "None", "denoising_strength": 0.5}
-        return "txt2img", {**payload, **hires, "hr_cfg_scale": 7.0, "hr_additional_modules": ["Use same choices"]}
-    return "txt2img", payload
-
-
-def played(webui: WebUI, steps: Round) -> Iterator[tuple[str, list[str]]]:
+def played(host: Host, webui: WebUI, steps: Round) -> Iterator[tuple[str, list[str]]]:
     """The images of scenes by their names."""
-    for name, route, payload in steps:
-        pictures = play(webui, route, payload)
-        if pictures:
+    host.ready(webui)
+    for name, route, payload in host.named(webui, steps):
+        try:
+            pictures = host.play(webui, route, payload)
+        except RuntimeError as error:
+            print(f"{name}: {str(error)[:300]}", file=sys.stderr, flush=True)
+            pictures = FAILED
+        if route != "options":
             yield name, pictures
 
 
@@ -85,76 +48,108 @@ class Found:
     """What was seen so far."""
 
     scenes: int = 0
+    failed: int = 0
+    """Of these, images that neither of the two could make."""
     worst: float = 0.0
+    seeds: list[int] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
-    def fault(self, words: str) -> None:
-        self.faults.append(words)
-        print(words, flush=True)
+    def add(self, other: Found) -> None:
+        """Those of a further seed."""
+        self.scenes, self.failed = self.scenes + other.scenes, self.failed + other.failed
+        self.worst, self.seeds = max(self.worst, other.worst), sorted(self.seeds + other.seeds)
+        self.counters.update(other.counters)
+        self.reasons.update(other.reasons)
+        self.faults += other.faults
 
 
-def compare(data: Path, program: forge.Program, steps: Round, again: str, found: Found, packages: Path | None) -> None:
-    """Play these scenes without the extension and with it.
+def judge(found: Found, name: str, ours: list[str], stock: list[str], tolerance: float, again: str) -> None:
+    """Compare the images of a scene."""
+    if name == "first":
+        return
+    found.scenes += 1
+    if not ours and not stock:
+        found.failed += 1
+    elif len(ours) != len(stock):
+        found.faults.append(f"{name}: {len(ours)} images, {len(stock)} without the extension; {again}")
+    else:
+        difference = apart(ours, stock)
+        found.worst = max(found.worst, difference)
+        if not difference <= tolerance:
+            found.faults.append(f"{name}: {difference:.2f} of 255 apart; {again}")
+
+
+def compare(host: Host, data: Path, seed: int, count: int, again: str) -> Found:
+    """Play the scenes of a seed without the extension and with it.
 
     Args:
         again: the arguments that play them again.
-        packages: see `WebUI`.
     """
-    tolerance = IN_FP32 if "fp32" in program.flags else IN_HALF
-    # the first image from another differs from its repetitions by itself: Forge draws noise anew for it
-    begin: Round = [("", "options", {"sd_model_checkpoint": "one.safetensors"}), (FIRST, "img2img", IMG2IMG), *steps]
-    with forge.start(data, "stock", {"disabled_extensions": ["stable-fast"]}, program, packages=packages) as webui:
-        expected = dict(played(webui, begin))
-    with forge.start(data, "extended", {"sfast_allow_cpu": True}, program, packages=packages) as webui:
-        for name, pictures in played(webui, begin):
-            if name == FIRST:
-                continue
-            difference = apart(pictures, expected[name])
-            found.scenes += 1
-            found.worst = max(found.worst, difference)
-            if difference > tolerance:
-                found.fault(f"{name}: {difference:.2f} of 255 apart; {again}")
+    found, steps = Found(seeds=[seed]), host.scenes(seed, count)
+    with host.start(data, seed, extension=False) as webui:
+        expected = dict(played(host, webui, steps))
+    with host.start(data, seed, extension=True) as webui:
+        for name, pictures in played(host, webui, steps):
+            judge(found, name, pictures, expected[name], host.tolerance, again)
         status = webui.get("/sfast/v1/status")
     found.counters.update(status["counters"])
+    found.reasons.update(status["reasons_since_start"])
     if status["last_error"] is not None:
-        found.fault(f"{status['last_error']}; {again}")
+        found.faults.append(f"{status['last_error']}; {again}")
+    return found
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Play scenes; returns 1 if an image was another. What was seen until Ctrl-C is told as well."""
     parser = argparse.ArgumentParser(prog="hosts.live.random_scenes", description=__doc__)
     parser.add_argument("--host", choices=HOSTS, required=True)
-    parser.add_argument("--scenes", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0, help=f"of the first {EACH} scenes; the next have the next")
+    parser.add_argument("--scenes", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first scenes; the next have the next")
+    parser.add_argument("--each", type=int, default=EACH, help="scenes of one seed")
+    parser.add_argument("--jobs", type=int, default=1, help="how many seeds are played at once")
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="models of several runs; made if missing")
     parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated on a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(given)
-    program, began, found, packages = HOSTS[options.host], time.monotonic(), Found(), small_card(options.card)
+    host, began, found = HOSTS[options.host], time.monotonic(), Found()
+    if options.card is not None and isinstance(host, Forge):
+        host.card = options.card
 
     def tell() -> None:
-        told = {"host": program.name, "flags": program.flags, "card_gib": options.card, **vars(found)}
+        told = {"host": host.name, "flags": host.flags, "card_gib": options.card, **vars(found)}
         told["seconds"] = round(time.monotonic() - began)
         print(json.dumps(told), flush=True)
         if options.json:
             records.write(options.json, told)
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         models = options.models or Path(folder, "made")
         if not models.is_dir():
-            forge.make_models(models, program)
-        data = Path(folder, "data")
-        data.mkdir()
-        make_data(data, models)
+            host.make_models(models)
+
+        def one(seed: int, count: int) -> Found:
+            data = Path(folder, str(seed))
+            data.mkdir()
+            host.make_data(data, models)
+            again = f"--host {options.host} --scenes {count} --each {options.each} --seed {seed}"
+            again += f" --card {options.card:g}" if options.card else ""
+            try:
+                return compare(host, data, seed, count, again)
+            except (OSError, RuntimeError) as error:
+                return Found(seeds=[seed], faults=[f"the WebUI ended: {error}; {again}"])
+
+        runs = [
+            pool.submit(one, options.seed + number, min(options.each, options.scenes - first))
+            for number, first in enumerate(range(0, options.scenes, options.each))
+        ]
         try:
-            for first in range(0, options.scenes, EACH):
-                seed, count = options.seed + first // EACH, min(EACH, options.scenes - first)
-                again = f"--host {options.host} --scenes {count} --seed {seed}"
-                again += f" --card {options.card:g}" if options.card else ""
-                compare(data, program, scenes(seed, count, program), again, found, packages)
+            for run in as_completed(runs):
+                found.add(run.result())
                 tell()
         except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
             tell()
     return bool(found.faults)
 

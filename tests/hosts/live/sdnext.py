@@ -28,7 +28,7 @@ import pytest
 pytest.importorskip("PIL")
 from PIL import Image
 
-from .webui import VAE_PLANS, WebUI, add_extension, difference, encoded
+from .webui import PATIENCE, VAE_PLANS, WebUI, add_extension, difference, encoded
 
 HOST = os.environ.get("SFAST_SDNEXT_DIR")
 MARKS = [
@@ -129,7 +129,8 @@ def make_models(folder: Path, *full: str) -> None:
     tiny = [(script,) for script in ("sdnext_extras.py", "sdnext_families.py")]
     for script, *which in [("sdnext_full.py", name) for name in full] or tiny:
         command = [python(), str(HERE / script), str(folder), *which]
-        made = subprocess.run(command, cwd=HOST, env=offline, capture_output=True, text=True, timeout=300, check=False)
+        told: dict[str, Any] = {"cwd": HOST, "env": offline, "timeout": PATIENCE * 300}
+        made = subprocess.run(command, capture_output=True, text=True, check=False, **told)
         assert made.returncode == 0, made.stderr
 
 
@@ -186,7 +187,7 @@ def start(
 
 def model_loaded(webui: WebUI, seconds: float = 120) -> None:
     """Wait for the model: the server answers before it is there, and before all of its routes are."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + PATIENCE * seconds
     while time.monotonic() < until:
         with contextlib.suppress(urllib.error.HTTPError):
             if webui.get("/sdapi/v1/checkpoint").get("type"):
@@ -197,7 +198,7 @@ def model_loaded(webui: WebUI, seconds: float = 120) -> None:
 
 def call(webui: WebUI, path: str) -> None:
     """POST to a route that takes no body, and may answer with none."""
-    with urllib.request.urlopen(urllib.request.Request(webui.url + path, b"", method="POST"), timeout=120):
+    with urllib.request.urlopen(urllib.request.Request(webui.url + path, b"", method="POST"), timeout=PATIENCE * 120):
         pass
 
 

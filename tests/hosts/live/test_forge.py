@@ -54,6 +54,13 @@ def checkpoint(name: str) -> tuple[str, str, dict[str, Any]]:
     return f"to {name}", "options", {"sd_model_checkpoint": f"{name}.safetensors"}
 
 
+def freeu(program: forge.Program) -> Round:
+    """An image with FreeU and one after it."""
+    with_it = {**PLAIN, "alwayson_scripts": forge.with_freeu(program)}
+    return [("FreeU", "txt2img", with_it), ("after FreeU", "txt2img", PLAIN)]
+
+
+BY_FREEU = {"FreeU": "output_block_patch"}
 ROUND: Round = [
     ("plain", "txt2img", PLAIN),
     ("plain again", "txt2img", PLAIN),

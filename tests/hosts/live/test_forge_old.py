@@ -17,14 +17,17 @@ ONCE_MORE: Round = [
 ROUND: Round = []
 for step in test_forge.ROUND:
     ROUND += [step, *(ONCE_MORE if step[0] == ONLINE else ())]
-BYPASSED = {name: words for name, words in test_forge.BYPASSED.items() if name != ONLINE}
+ROUND += test_forge.freeu(forge.OLD)
+BYPASSED = {name: words for name, words in test_forge.BYPASSED.items() if name != ONLINE} | test_forge.BY_FREEU
+SAME_PLANS = [*test_forge.SAME_PLANS, "after FreeU"]
 
-globals().update(forge.program_tests(forge.OLD, ROUND, BYPASSED, test_forge.SAME_PLANS, test_forge.CONTROLLED))
+globals().update(forge.program_tests(forge.OLD, ROUND, BYPASSED, SAME_PLANS, test_forge.CONTROLLED))
 
 
-def test_each_lora_in_the_layers_shows(stock):
+def test_each_lora_in_the_layers_and_freeu_show(stock):
     for name in (ONLINE, "weaker in the layers", "two in the layers"):
         assert apart(stock[name], stock["none in the layers"]) > TOLERANCE, name
+    assert apart(stock["FreeU"], stock["after FreeU"]) > TOLERANCE
 
 
 def test_the_report_has_no_remark(played):

@@ -1,4 +1,7 @@
-"""A real WebUI as a child process, driven through its HTTP API."""
+"""A real WebUI as a child process, driven through its HTTP API.
+
+SFAST_LIVE_PATIENCE   a factor for the time that a start and an answer may take; 1 by default, more on a busy machine
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ if importlib.util.find_spec("sfast_ext"):
 """An extension's script: plans of VAEs and of text encoders are made at the second call of their kind, as those of tiny
 ones never pay."""
 
+PATIENCE = float(os.environ.get("SFAST_LIVE_PATIENCE", "1"))
 XFORMERS = Path(__file__).resolve().parents[2] / "xformers_standin"
 
 
@@ -76,7 +80,7 @@ class WebUI:
             self._process = subprocess.Popen(
                 [*self._command, "--port", str(port)], cwd=self._cwd, env=env, stdout=log, stderr=subprocess.STDOUT
             )
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + PATIENCE * self._timeout
         while time.monotonic() < until and self._process.poll() is None:
             if self.up():
                 return self
@@ -107,12 +111,12 @@ class WebUI:
 
     def get(self, path: str) -> Any:
         """The JSON that a GET answers."""
-        with urllib.request.urlopen(self.url + path, timeout=300) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE * 300) as answer:
             return json.load(answer)
 
     def image(self, path: str) -> Image.Image:
         """The image that a GET answers."""
-        with urllib.request.urlopen(self.url + path, timeout=300) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE * 300) as answer:
             return Image.open(io.BytesIO(answer.read()))
 
     def post(self, path: str, payload: dict[str, Any], timeout: float = 600) -> Any:
@@ -121,7 +125,7 @@ class WebUI:
             self.url + path, json.dumps(payload).encode(), {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE * timeout) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{path}: {error.code} {error.read()[:2000]!r}\n{self.tail()}") from error
