@@ -107,7 +107,7 @@ __device__ __forceinline__ void attend(Element* __restrict__ out, const Element*
                                        float scale, const Strides& of_q, const Strides& of_k, const Strides& of_v,
                                        const Strides& of_out, int key_factors) {
   const float lowest = float_of_bits(0xff800000u);  // minus infinity
-  SHARED_MEMORY(char, shared);
+  SHARED_MEMORY(Element, shared);  // of char, a register is spilled
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
   const int image = blockIdx.y / heads, head = blockIdx.y % heads;
   q += image * of_q.image + head * of_q.head;
@@ -116,11 +116,11 @@ __device__ __forceinline__ void attend(Element* __restrict__ out, const Element*
   out += image * of_out.image + head * of_out.head;
   if (INT8) factors += (long long)blockIdx.y * key_factors;
   // this warp's rows of q, then of out: where stages are before they are used, or after
-  Element* const own = reinterpret_cast<Element*>(shared + kOwnAt) + warp * kWarpRows * kPitch;
-  auto keys_of = [&](int block) { return reinterpret_cast<Key*>(shared + block % 2 * kStage); };
-  auto values_of = [&](int block) { return reinterpret_cast<Element*>(shared + block % 2 * kStage + kOfKeys); };
+  Element* const own = shared + kOwnAt / 2 + warp * kWarpRows * kPitch;
+  auto keys_of = [&](int block) { return reinterpret_cast<Key*>(shared + block % 2 * (kStage / 2)); };
+  auto values_of = [&](int block) { return shared + block % 2 * (kStage / 2) + kOfKeys / 2; };
   auto factors_of = [&](int block) {
-    return reinterpret_cast<float*>(shared + block % 2 * kStage + kOfKeys + kOfValues);
+    return reinterpret_cast<float*>(shared + block % 2 * (kStage / 2) + (kOfKeys + kOfValues) / 2);
   };
 
   // what ldmatrix reads: 16 rows by 16 columns of q or, transposed, of v; 16 keys by 32 bytes of k
