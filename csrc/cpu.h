@@ -114,6 +114,7 @@ inline float rounded_product(float x, float y) {
   return product;
 }
 
+inline float exp_2(float x) { return std::exp2(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }

@@ -46,6 +46,12 @@ __device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl
 __device__ __forceinline__ unsigned shuffle_xor(unsigned x, int lanes) {
   return __shfl_xor_sync(0xffffffffu, x, lanes);
 }
+// 2^x, for x not above 0 or small.
+__device__ __forceinline__ float exp_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // Whether it is so for any lane of a warp.
 __device__ __forceinline__ bool any_of_warp(bool x) { return __any_sync(0xffffffffu, x); }
 #endif

@@ -145,13 +145,6 @@ __device__ __forceinline__ void copy_async_wait() {
 
 __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
-
-// 2^x, for x not above 0 or small.
-__device__ __forceinline__ float exp_2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 #endif
 
 // d += a b in int32, of operands in 8 bits, with K = 32.

@@ -146,5 +146,3 @@ inline bool any_lane(bool x) {
   for (int lanes = 1; lanes < 32; lanes *= 2) sum += shuffle_xor(sum, lanes);
   return sum > 0;
 }
-
-inline float exp_2(float x) { return std::exp2(x); }

@@ -28,6 +28,7 @@
 // are loaded into shared memory while the first stage comes, and the residual during the last step, to where stages
 // have been read: the ring of stages begins where the last step has the first of them.
 
+#define COARSE INT8
 #include "gelu.h"
 
 typedef Stored<TYPE>::Bits Element;

@@ -16,7 +16,7 @@ from benchmarks.cards import least, loops, page
 from benchmarks.cards.published import CARDS
 from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.eight_bits import mma8_tiles, mma_conv8, mma_gemm8
+from sfast_ext.kernels.eight_bits import mma8_tiles, mma_attention8, mma_conv8, mma_gemm8
 from sfast_ext.kernels.linear import mma_gemm, mma_tiles
 
 CASES = ("sd15:512x512", "sdxl:1024x1024", "anima:1024x1024", "z-image:1024x1024")
@@ -63,6 +63,10 @@ def kernels(capability: int) -> list[dict[str, Any]]:
             given = mma_attention.constants(size, shape, torch.float16, half_sums)
             what = f"heads of {size}{', faster sums' * half_sums}"
             found.append(_loop("mma_attention", what, capability, given, useful))
+        # products of q and k are padded to 32, and take a quarter of the time
+        given = mma_attention8.constants(size, shape, torch.float16)
+        useful = 5 * size / (mma_attention8.depth(size) + 4 * size)
+        found.append(_loop("mma_attention8", f"heads of {size}, 8 bits", capability, given, useful))
     for name, convolution in (("linear", False), ("3×3 convolution", True)):
         for half_sums in (False, True):
             largest = mma_tiles.shapes(divmod(capability, 10), half_sums)[0]

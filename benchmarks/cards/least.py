@@ -43,6 +43,8 @@ class Work(NamedTuple):
     """Bytes if its product is one of 8-bit integers, 0 if that stays in half precision: activations, weight and result,
     and what quantises them: the activations are read in half precision and written in 8 bits, unless a norm or an
     activation's kernel writes them so; the weight is read in half precision once, to know whether it changed."""
+    keys_in_8: int = 0
+    """Bytes that the kernel moves which writes an attention's keys in 8 bits; 0 if they stay in half precision."""
 
 
 def of_plan(case: str) -> list[Work]:
@@ -65,14 +67,17 @@ def of_node(node: fx.Node) -> Work | None:
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
     moved = [t for n in node.all_input_nodes for t in _tensors(n.meta.get("val"))] + _tensors(out)
     kind = kinds.kind(name)
-    faster = _FASTER.get(kind, 1.0)
+    faster, keys_in_8 = _FASTER.get(kind, 1.0), 0
     if node.target is attention.launch and mma_attention.sums_in_half(args[1]):
         faster = _ATTENTION
     if any(t.dtype == torch.bfloat16 for t in moved):
         # sums in half precision are of float16
         faster = 1.0
+    if node.target is attention.launch and args[1].shape[2] > mma_attention.MAX_KEYS_AT_ONCE:
+        keys_in_8 = kinds.size(args[1]) + args[1].numel()
     bytes_in_8 = _bytes_in_8(node, moved) if kind in ("linear", "convolution") else 0
-    return Work(kind, kinds.flops(node.target, args, kwargs), sum(map(kinds.size, moved)), faster, bytes_in_8)
+    flops = kinds.flops(node.target, args, kwargs)
+    return Work(kind, flops, sum(map(kinds.size, moved)), faster, bytes_in_8, keys_in_8)
 
 
 def _bytes_in_8(node: fx.Node, moved: list[torch.Tensor]) -> int:
@@ -124,6 +129,11 @@ def milliseconds(
         moved = each.bytes
         if eight_bits and each.bytes_in_8:
             products, moved = each.flops / card.tops / 1e9, each.bytes_in_8
-        least = max(products, moved / card.bandwidth / 1e6)
+        before = 0.0
+        if eight_bits and each.keys_in_8:
+            # half of its products are those of queries and keys
+            products += each.flops / 2 * (1 / card.tops - 1 / card.tflops) / 1e9
+            before = each.keys_in_8 / card.bandwidth / 1e6
+        least = before + max(products, moved / card.bandwidth / 1e6)
         found[each.kind] = found.get(each.kind, 0.0) + least
     return found

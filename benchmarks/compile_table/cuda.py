@@ -35,7 +35,7 @@ from sfast_ext import kernels
 from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.backend import cuda_libraries, nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
-from sfast_ext.kernels.eight_bits import MIN_CAPABILITY, mma8_tiles, mma_conv8, mma_gemm8
+from sfast_ext.kernels.eight_bits import MIN_CAPABILITY, mma8_tiles, mma_attention8, mma_conv8, mma_gemm8
 from sfast_ext.kernels.linear import mma_gemm, mma_tiles
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,10 @@ PACKAGES = {
 CASES = ("sd15:512x512", "sdxl:1024x1024")
 DTYPES = ("float16", "bfloat16", "float32")
 REGISTERS, LARGEST_REGISTER_UNIT = 65536, 256
-_IN_8_BITS = (mma_gemm8._SOURCE.name, mma_conv8.SOURCE.name)
+_PRODUCTS = (mma_gemm8._SOURCE.name, mma_conv8.SOURCE.name)
+_ATTENTION, _KEYS = (source.name for source in mma_attention8.SOURCES)
+_IN_8_BITS = (*_PRODUCTS, _ATTENTION, _KEYS)
+_HEADS = (40, 64, 80, 128, 160)
 
 
 class Card(NamedTuple):
@@ -113,7 +116,7 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
 
 
 def in_8_bits() -> list[Launch]:
-    """All launches of `mma_gemm8` and `mma_conv8`, on any of CARDS."""
+    """All launches of `mma_gemm8` and `mma_conv8`, on any of CARDS; attentions of heads that models have."""
     found = set()
     for card in CARDS:
         for tile in mma8_tiles.shapes(divmod(card, 10)) if divmod(card, 10) >= MIN_CAPABILITY else ():
@@ -128,6 +131,12 @@ def in_8_bits() -> list[Launch]:
                     constants = tuple(sorted(mma_conv8.constants(tile, dtype, kind == mma_gemm.RESIDUAL).items()))
                     shared = mma_conv8.shared_bytes(tile)
                     found.add(Launch(mma_conv8.SOURCE.name, constants, tile.threads, shared, 75))
+    for size, dtype, rows in itertools.product(_HEADS, (torch.float16, torch.bfloat16), (1, 10**6)):
+        least, shape = 80 if dtype == torch.bfloat16 else 75, mma_attention.shape(size, 4096, rows, 28)
+        constants = tuple(sorted(mma_attention8.constants(size, shape, dtype).items()))
+        found.add(Launch(_ATTENTION, constants, 32 * shape.warps, mma_attention8.shared_bytes(size, shape), least))
+        constants = tuple(sorted(mma_attention8.keys_constants(size, dtype).items()))
+        found.add(Launch(_KEYS, constants, mma_attention8.THREADS, 0, least))
     return sorted(found)
 
 
@@ -142,15 +151,16 @@ def with_faster_sums(launch: Launch, capability: int) -> Launch | None:
         given = {**given, **mma_gemm.of_tile(tile), "HALF_SUMS": 1}
         shared = mma_tiles.shared_bytes(tile, given["EPILOGUE"] == mma_gemm.GEGLU)
         return launch._replace(constants=tuple(sorted(given.items())), threads=tile.threads, shared=shared)
-    if given["ONCE"]:
+    if given.get("ONCE"):
         return None
     size = given["SIZE"]
     if size > mma_attention.MAX_SIZE_IN_HALF:
         return None
     shape = mma_attention.Shape(given["KEYS"], given["TILES"], given["WARPS"], given["BLOCKS"])
     shape = mma_attention.half_sums_shape(shape, size, card)
-    given = mma_attention.constants(size, shape, torch.float16, half_sums=True)
-    shared = mma_attention.shared_bytes(size, shape)
+    module: Any = mma_attention8 if launch.name == _ATTENTION else mma_attention
+    given = module.constants(size, shape, torch.float16, half_sums=True)
+    shared = module.shared_bytes(size, shape)
     return launch._replace(constants=tuple(sorted(given.items())), threads=32 * shape.warps, shared=shared)
 
 
@@ -162,7 +172,7 @@ def launched_on(launch: Launch, capability: int) -> bool:
             return False
         if mma_gemm.tile_of(given) not in mma_tiles.shapes(card, bool(given["HALF_SUMS"])):
             return False
-    if launch.name in _IN_8_BITS:
+    if launch.name in _PRODUCTS:
         tile = mma_gemm.tile_of(dict(launch.constants))
         return launch.least <= capability and tile in mma8_tiles.shapes(divmod(capability, 10))
     return launch.least <= capability

@@ -25,13 +25,15 @@ def attention(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
 
     Pattern: scaled_dot_product_attention(q, k, v, ...)
     Replacement: kernel.launch(q, k, v, mask=..., is_causal=..., scale=...), with faster_sums=True
-        if the user has chosen so
+        if the user has chosen so, with eight_bits=True if the pass `eight_bits` has
     """
     options = kernel_options(node) if ctx.supported(kernel.launch) else None
     if options is None:
         return False
     if ctx.faster_sums and dtype(node) == torch.float16 and mma_gemm.half_sums_profitable(ctx.device):
         options["faster_sums"] = True
+    if node.meta.get("eight_bits"):
+        options["eight_bits"] = True
     with node.graph.inserting_before(node):
         new = call(node.graph, kernel.launch, node.args[:3], node, options)
     replace(node, new)

@@ -33,6 +33,7 @@ from sfast_ext.kernels.pointwise import geglu
 from sfast_ext.reasons import Detail, Reason
 
 from . import query_attention
+from .eight_bits_attention import attention_candidates, choose
 from .eight_bits_conv_match import conv_candidates
 from .eight_bits_inputs import quantised, writer_of
 from .eight_bits_match import Candidate, matches, read_by_these_alone
@@ -75,6 +76,8 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     (q, scale) = quantise_rows.launch(x), or the results of a kernel in the place of the norm or the activation that
     writes x (eight_bits_inputs.py), if nothing else reads it. If the selection is resident, the arena brings banks up
     to date.
+
+    Attentions are marked, see eight_bits_attention.py.
     """
     selection = ctx.eight_bits
     if selection is None or ctx.most_bytes is not None:
@@ -102,6 +105,8 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
             return selection.decline(reasons.EIGHT_BITS_ROOM())
     layers = [Layer(c.name, c.x, c.weight) for c in found]
     layers += [Layer(c.name, c.x, c.weight, c.stride, c.silu) for c in convolutions]
+    attentions = attention_candidates(gm.graph, ctx) if found else []
+    layers += [Layer(a.name, a.node, None, operands=a.operands) for a in attentions]
     layers = [layer for layer in layers if layer.name not in selection.errors]
     if layers:
         errors = measured(gm, layers, selection.inputs, ctx.arena.read, by_bytes=resident)
@@ -114,6 +119,7 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
         if any(c.name not in selection.kept for c in convolutions):
             return 0
         return selection.decline(nothing_taken(gm.graph, found), elsewhere_too=False)
+    choose(attentions, selection.kept)
     if selection.room is not None:
         selection.room -= needed
     groups = {c.result: selection.group(c.name, c.norm is None) for c in taken}

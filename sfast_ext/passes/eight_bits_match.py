@@ -188,6 +188,11 @@ def is_written(x: Any, pinned: set[fx.Node]) -> bool:
     return is_op(x, ATTENTION | _GATED) or is_modulated(x)
 
 
+def views_and_parts() -> frozenset[Any]:
+    """Operations whose result is another order, shape or part of their first operand."""
+    return _VIEWS | _PARTS
+
+
 def is_part(x: Any) -> bool:
     """Whether a value is one of those that another was split into."""
     return is_op(x, (operator.getitem,)) and is_op(x.args[0], _PARTS)

@@ -29,7 +29,7 @@ from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import registry
-from sfast_ext.kernels.eight_bits import group_norm8, quantise_rows
+from sfast_ext.kernels.eight_bits import group_norm8, mma_attention8, quantise_rows
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
 from sfast_ext.kernels.pointwise import geglu
 from sfast_ext.reasons import Reason
@@ -47,6 +47,8 @@ MARGINS = (0.95, 0.75)
 """What the error is to be after it, of what it may be: layers do not add alike to it. The second time it must do."""
 SAMPLE = 256
 """Rows of a layer that are measured."""
+QUERIES, SCORES = 64, 2**23
+"""Queries of a head that are measured, and scores of all of them at most, if there are not more keys: 32 MB."""
 OUTPUTS = 1024
 """Rows of its weight that are measured at least, if it has so many. The largest of SDXL have ten times as many."""
 GAIN = 0.9
@@ -164,11 +166,14 @@ class Layer(NamedTuple):
 
     name: str
     x: fx.Node
-    weight: Weight
+    weight: Weight | None
+    """None: it is an attention, `x` is its node."""
     stride: int = 0
     """Of a 3x3 convolution; 0: it is a linear layer."""
     silu: bool = False
     """Whether SiLU writes what a convolution reads."""
+    operands: tuple[Any, ...] = ()
+    """Of an attention: queries, keys, values, the scale of their products."""
 
 
 def measured(
@@ -189,12 +194,17 @@ def measured(
         waiting.setdefault(layer.x, []).append(layer)
     found: list[Tensor] = []
     names: list[tuple[str, int, float]] = []
-    device = layers[0].weight.tensor.device
+    device = next(t.device for t in inputs if isinstance(t, Tensor))
     # one copy each: the device is waited for by a copy from memory that is not pinned
     turns: dict[int, Tensor | None] = {0: None}
 
-    def seen(node: fx.Node, value: Any) -> bool:
+    def seen(node: fx.Node, value: Any, values: dict[fx.Node, Any]) -> bool:
         for layer in waiting.pop(node, ()):
+            if layer.weight is None:
+                q, k, v, scale = (values[x] if isinstance(x, fx.Node) else x for x in layer.operands)
+                found.append(errors_of_attention(q, k, v, scale))
+                names.append((layer.name, 0, q.numel() * k.shape[2]))
+                continue
             if layer.stride:
                 found.append(errors_of_convolution(value, read(layer.weight), layer.stride, layer.silu))
                 pixels = math.prod(-(-size // layer.stride) for size in value.shape[2:]) * len(value)
@@ -253,6 +263,23 @@ def errors_of_convolution(x: Tensor, weight: Tensor, stride: int, silu: bool) ->
     return torch.stack([error, error])
 
 
+def errors_of_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """[error, error] of the result of an attention: q (B, H, L, D), k (B, H, S, D), v (B, H, S, E); of a sample of its
+    queries."""
+    count = min(QUERIES, q.shape[2], max(1, SCORES // k[..., 0].numel()))
+    sample = q[:, :, torch.arange(count, device=q.device) * q.shape[2] // count].float()
+    codes, factors = mma_attention8.quantised_keys(k)
+    values = v.float()
+
+    def attended(queries: Tensor, keys: Tensor) -> Tensor:
+        scores = queries @ keys.mT * (q.shape[3] ** -0.5 if scale is None else scale)
+        return scores.softmax(-1) @ values
+
+    # the second keys are without a vector that the first ones have: softmax is the same
+    error = distance(attended(rounded(sample), codes.float() * factors[..., None]), attended(sample, k.float()))
+    return torch.stack([error, error])
+
+
 def distance(y: Tensor, exact: Tensor) -> Tensor:
     """The relative L2 distance; the absolute one from zeros."""
     norm = torch.linalg.vector_norm(exact)
@@ -281,11 +308,11 @@ def hadamard(size: int, device: torch.device) -> Tensor:
 def run(
     gm: fx.GraphModule,
     inputs: Iterable[Any],
-    seen: Callable[[fx.Node, Any], bool],
+    seen: Callable[[fx.Node, Any, dict[fx.Node, Any]], bool],
     read: Callable[[Weight], Tensor],
 ) -> None:
-    """Runs a graph until `seen`, which is given each node and its value, returns False. That of a weight is None: its
-    values are read where they are used."""
+    """Runs a graph until `seen`, which is given each node, its value, and those of what it reads, returns False. That
+    of a weight is None: its values are read where they are used."""
     given = iter(inputs)
     values: dict[fx.Node, Any] = {}
     last: dict[fx.Node, fx.Node] = {}
@@ -305,7 +332,7 @@ def run(
             )
             values[node] = plain(node.target)(*args, **kwargs)
             del args, kwargs
-        if not seen(node, values[node]):
+        if not seen(node, values[node], values):
             return
         for source in node.all_input_nodes:
             if last[source] is node and source.op != "get_attr":

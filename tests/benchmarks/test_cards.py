@@ -100,6 +100,12 @@ def test_half_of_the_products_of_attention_to_many_keys_are_faster(keys: int, pa
     card = Card(86, 1, 1.0, 1e6)
     exact, faster = (least.milliseconds([work], card, faster_sums=chosen)["attention"] for chosen in (False, True))
     assert faster == pytest.approx(part * exact)
+    # those of queries and keys take a quarter in 8 bits; a kernel reads the keys and writes them
+    codes, both = (least.milliseconds([work], card, faster_sums=s, eight_bits=True)["attention"] for s in (False, True))
+    many = part < 1
+    written = 3 * k.meta["val"].numel() / 1e12 if many else 0.0
+    assert codes == pytest.approx((0.625 if many else 1) * exact + written)
+    assert both == pytest.approx((0.375 if many else 1) * exact + written)
 
 
 def of_linear(rows: int, terms: int, of_norm: bool) -> least.Work:

@@ -8,6 +8,7 @@ _PASS = "passes/test_eight_bits.py::"
 _SELECTION = "passes/test_eight_bits_selection.py::"
 _PLANS = "runtime/test_eight_bits.py::"
 _MEMORY = "runtime/test_eight_bits_memory.py::"
+_ATTENTION = "passes/test_eight_bits_attention.py::"
 _LEFT_ALONE = (_PASS + "test_others_are_left_alone",)
 _SIZES = (_PASS + "test_sizes_that_the_kernels_do_not_take_or_that_do_not_pay",)
 _WIDTHS = (_PASS + "test_widths_that_the_kernels_take",)
@@ -52,6 +53,24 @@ MUTATIONS = [
         "cards without gain from 8 bits", "kernels/eight_bits/gain.py",
         "if _WITHOUT_TENSOR_CORES in name:", "if False:",
         ("kernels/eight_bits/test_gain.py::test_cards_whose_products_in_half_precision_are_as_fast",),
+    ),
+    *(
+        Mutation(
+            f"attentions in 8 bits: {what}", "passes/eight_bits_attention.py",
+            source, mutant,
+            (_ATTENTION + test,),
+        )
+        for what, source, mutant, test in (
+            ("of a prompt", "of_queries.args[0] is not of_keys.args[0]", "False", "test_a_transformer_block"),
+            ("with a mask", 'options["mask"] is not None or options["is_causal"]', "False", "test_others"),
+            ("what is kept", "candidate.name not in kept", "True", "test_what_is_kept_stays_as_it_is"),
+            ("few keys", "keys[2] <= mma_attention.MAX_KEYS_AT_ONCE", "False", "test_not_of_few_keys"),
+        )
+    ),
+    Mutation(
+        "results in 8 bits that are wrong", "kernels/attention/attention.py",
+        "limits={_EIGHT_BITS: _FAR}", "limits={_EIGHT_BITS: 9.0}",
+        ("kernels/attention/test_attention_in_8_bits.py::test_a_wrong_result_is",),
     ),
     Mutation(
         "weights in 8 bits of other values", "passes/eight_bits.py",

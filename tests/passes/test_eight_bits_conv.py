@@ -319,7 +319,7 @@ def test_sizes_that_are_not_profitable_are_left_alone(monkeypatch: pytest.Monkey
     [((7, 5), True), ((8, 0), True), ((8, 6), True), ((8, 9), True), ((9, 0), True), ((12, 0), True)],
 )
 def test_cards_on_which_it_pays(monkeypatch: pytest.MonkeyPatch, card: tuple[int, int], taken: bool) -> None:
-    monkeypatch.setattr(conv2d8, "capability", lambda device: card)
+    monkeypatch.setattr(conv2d8.triton_runtime, "capability", lambda device: card)
     monkeypatch.setattr(gain, "rates", lambda device: gain.Rates(5e8, 1e9, 4.9e6))
     cuda = torch.device("cuda")
     assert conv2d8.profitable(8192, 640, 9 * 640, cuda) == taken

@@ -21,6 +21,7 @@ from sfast_ext.kernels.backend import choices
 from sfast_ext.kernels.backend.choices import Run
 from sfast_ext.kernels.backend.registry import SLOWER, Declined, kernel
 from sfast_ext.kernels.backend.triton_runtime import capability, device_of, hopper, is_dry_run
+from sfast_ext.kernels.eight_bits import mma_attention8
 
 # With so few keys and so few rows of queries in all, cuDNN's planning (40 ms per shape) and its launch that clears
 # counters weigh most. For wide heads the other backends are faster even without those.
@@ -28,7 +29,10 @@ _FEW_KEYS = 128
 _FEW_ROWS = 16384
 _WIDE = 64
 _MAX_SIZE_OF_FLASH = 128
-_MMA, _HALF_SUMS, _GEMMS = "mma", "mma, faster sums", "gemms"
+_MMA, _HALF_SUMS, _GEMMS, _EIGHT_BITS = "mma", "mma, faster sums", "gemms", "mma, 8 bits"
+_FAR = 0.1
+"""Relative L2 error of a result with 8-bit integers that is taken for a failure. What is lost by them was measured when
+the layer was selected, see passes/eight_bits_selection.py."""
 
 
 def _preference() -> tuple[Any, dict[str, list[Any]]] | None:
@@ -70,11 +74,13 @@ def reference(
     is_causal: bool = False,
     scale: float | None = None,
     faster_sums: bool = False,
+    eight_bits: bool = False,
 ) -> Tensor:
     """F.scaled_dot_product_attention: q (..., L, D), k (..., S, D), v (..., S, E) -> (..., L, E).
 
     Args:
         faster_sums: whether sums may be in half precision; here they are not.
+        eight_bits: whether products of queries and keys may be of 8-bit integers; here they are not.
     """
     return Operands(q, k, v, mask, is_causal, scale).by_torch()
 
@@ -87,6 +93,7 @@ def fallback(
     is_causal: bool = False,
     scale: float | None = None,
     faster_sums: bool = False,
+    eight_bits: bool = False,
 ) -> Tensor:
     """`reference` by the fastest of our kernel for any card, torch's backends, xformers' kernels if the host has
     imported those, and for wide heads in float32 two GEMMs.
@@ -96,8 +103,11 @@ def fallback(
     """
     operands = Operands(q, k, v, mask, is_causal, scale)
     if is_dry_run() and _by_mma(operands) and _expected(q, k) == _MMA:
-        return mma_attention.launch(q, k, v, scale, faster_sums and mma_attention.sums_in_half(k))  # compiled ahead
-    return _fastest(operands, faster_sums) if q.is_cuda else reference(*operands)
+        # compiled ahead
+        if eight_bits and _in_8_bits(operands):
+            mma_attention8.launch(q, k, v, scale, faster_sums and mma_attention.sums_in_half(k))
+        return mma_attention.launch(q, k, v, scale, faster_sums and mma_attention.sums_in_half(k))
+    return _fastest(operands, faster_sums, eight_bits) if q.is_cuda else reference(*operands)
 
 
 @kernel(
@@ -105,7 +115,7 @@ def fallback(
     fallback=fallback,
     needs_triton=False,
     triton_functions=(short_attention.short_attention_kernel,),
-    cuda_sources=(flash_attention._SOURCE, mma_attention._SOURCE),
+    cuda_sources=(flash_attention._SOURCE, mma_attention._SOURCE, *mma_attention8.SOURCES),
 )
 def launch(
     q: Tensor,
@@ -115,6 +125,7 @@ def launch(
     is_causal: bool = False,
     scale: float | None = None,
     faster_sums: bool = False,
+    eight_bits: bool = False,
 ) -> Tensor:
     """`reference` by `short_attention` or `flash_attention`, which take no mask, and q (B, H, L, D), k and v
     (B, H, S, D) in half precision on Hopper; else by `fallback`, which takes what torch does."""
@@ -129,7 +140,7 @@ def launch(
     raise Declined(f"for few keys: {unfit}; for many: {also_unfit or SLOWER}")
 
 
-def _fastest(operands: Operands, faster_sums: bool) -> Tensor:
+def _fastest(operands: Operands, faster_sums: bool, eight_bits: bool = False) -> Tensor:
     q, k, v, scale = operands.unmasked
     key = _key(operands)
     others = _backends(operands)
@@ -142,6 +153,10 @@ def _fastest(operands: Operands, faster_sums: bool) -> Tensor:
         if faster_sums and mma_attention.sums_in_half(k):
             others[_HALF_SUMS] = functools.partial(mma_attention.launch, q, k, v, scale, half_sums=True)
             expected = _HALF_SUMS
+    if eight_bits and _in_8_bits(operands):
+        half_sums = faster_sums and mma_attention.sums_in_half(k)
+        others[_EIGHT_BITS] = functools.partial(mma_attention8.launch, q, k, v, scale, half_sums=half_sums)
+        expected = _EIGHT_BITS
     if not operands.masked and gemm_attention.accepts(q, k, v) is None:
         others[_GEMMS] = functools.partial(gemm_attention.launch, q, k, v, scale)
         if capability(q.device) >= gemm_attention.TF32_SINCE:
@@ -149,11 +164,19 @@ def _fastest(operands: Operands, faster_sums: bool) -> Tensor:
     own = functools.partial(_preferred, key, operands)
     if not others:
         return own()
-    return _choices.run(q.device, key, own, others, expected, sure=hopper(q.device) and not foreign)
+    sure = hopper(q.device) and not foreign
+    return _choices.run(q.device, key, own, others, expected, sure=sure, limits={_EIGHT_BITS: _FAR})
 
 
 def _by_mma(operands: Operands) -> bool:
     return not operands.masked and mma_attention.accepts(*operands.unmasked) is None
+
+
+def _in_8_bits(operands: Operands) -> bool:
+    """Whether the kernel takes them, on a card where it may be the fastest."""
+    if operands.masked or hopper(device_of(operands.q)):
+        return False
+    return mma_attention8.accepts(*operands.unmasked) is None
 
 
 def _expected(q: Tensor, k: Tensor) -> str:

@@ -30,7 +30,9 @@ from sfast_ext.kernels.backend.triton_runtime import (
 )
 
 _TURING, _AMPERE, _HOPPER = (7, 5), (8, 0), (9, 0)
-_MAX_SIZE, _MAX_SIZE_OF_TWO_TILES = 160, 48
+MAX_SIZE = 160
+"""The widest heads."""
+_MAX_SIZE_OF_TWO_TILES = 48
 MAX_SIZE_IN_HALF = 96
 """Head dimension for whose sums in half precision there are registers."""
 
@@ -93,7 +95,7 @@ def accepts(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
     unfit = accepts_layout(q, k, v, scale) or cuda_tier.accepts(_SOURCE, q, k, v)
     if unfit is not None:
         return unfit
-    if q.shape[3] % 8 or q.shape[3] > _MAX_SIZE:
+    if q.shape[3] % 8 or q.shape[3] > MAX_SIZE:
         return "heads whose width is no multiple of 8 up to 160"
     if triton_runtime.capability(device) < (_TURING if q.dtype == torch.float16 else _AMPERE):
         return "tensor cores do not take the dtype"

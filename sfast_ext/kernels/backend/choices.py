@@ -225,6 +225,7 @@ class Choices:
         expected: str | None = None,
         sure: bool = False,
         trials: Mapping[str, Run] | None = None,
+        limits: Mapping[str, float] | None = None,
     ) -> Tensor:
         """The result of the one chosen for `key`; of the `expected` one if none is chosen yet, and none can be.
 
@@ -235,10 +236,11 @@ class Choices:
             sure: that is known on such a card; only a thorough budget measures.
             trials: what is measured in the place of all of them, by name, that of `own` included: needed if one may not
                 run twice, as it overwrites an operand.
+            limits: how far the results of some may be from `own`'s, by name, by default `LIMIT`.
         """
         place = device, f"{key} of {', '.join(sorted(others))}"
         ways = trials or {self._own: own, **others}
-        name = self._chosen.get(place) or self._find(*place, ways, expected or self._own, sure)
+        name = self._chosen.get(place) or self._find(*place, ways, expected or self._own, sure, limits or {})
         other = others.get(name)
         if other is None:
             return own()
@@ -251,7 +253,15 @@ class Choices:
             self._chosen[place] = self._own
             return own()
 
-    def _find(self, device: torch.device, key: str, ways: Mapping[str, Run], expected: str, sure: bool) -> str:
+    def _find(
+        self,
+        device: torch.device,
+        key: str,
+        ways: Mapping[str, Run],
+        expected: str,
+        sure: bool,
+        limits: Mapping[str, float],
+    ) -> str:
         memory = self._memory(device)
         known = memory.get(self._what, key)
         if known is not None:
@@ -265,7 +275,7 @@ class Choices:
         launch_log.put(launch_log.Opaque("measurements"))
         began = time.perf_counter()
         try:
-            choice = self._quickest(ways)
+            choice = self._quickest(ways, limits)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception:  # what it was to measure says itself what is wrong with it
@@ -279,14 +289,14 @@ class Choices:
         self._chosen[device, key] = choice.name
         return choice.name
 
-    def _quickest(self, ways: Mapping[str, Run]) -> Choice:
+    def _quickest(self, ways: Mapping[str, Run], limits: Mapping[str, float]) -> Choice:
         expected = ways[self._own]()
         taken = {self._own: self._clock(ways[self._own])}
         for name, other in ways.items():
             if name == self._own:
                 continue
             try:
-                if _alike(other(), expected):
+                if _alike(other(), expected, limits.get(name, LIMIT)):
                     taken[name] = self._clock(other)
                 else:
                     logger.debug("%s by %s is put aside: its result is another", self._what, name)
@@ -297,11 +307,11 @@ class Choices:
         return Choice(chosen, {n: round(ms, 4) for n, ms in taken.items()})
 
 
-def _alike(result: Tensor, expected: Tensor) -> bool:
+def _alike(result: Tensor, expected: Tensor, limit: float) -> bool:
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return False
     result, expected = result.float(), expected.float()
-    return bool(torch.linalg.vector_norm(result - expected) <= LIMIT * torch.linalg.vector_norm(expected))
+    return bool(torch.linalg.vector_norm(result - expected) <= limit * torch.linalg.vector_norm(expected))
 
 
 def _outside_of_captures() -> bool:

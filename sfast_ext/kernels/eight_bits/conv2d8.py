@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext.kernels.backend import triton_runtime
 from sfast_ext.kernels.backend.registry import kernel, require
-from sfast_ext.kernels.backend.triton_runtime import capability, device_of, is_dry_run
+from sfast_ext.kernels.backend.triton_runtime import device_of, is_dry_run
 from sfast_ext.kernels.eight_bits import choice8, gain, mma_conv8, wgmma_conv8
 
 _choice = choice8.choices("conv2d, 8 bits")
@@ -53,7 +54,7 @@ def profitable(rows: int, columns: int, depth: int, device: torch.device, stride
     """
     if device.type != "cuda":
         return True
-    card = capability(device)
+    card = triton_runtime.capability(device)
     if card == HOPPER:
         fits = stride == 1 and columns % wgmma_conv8.FITTING == 0
         return fits and gain.convolution_pays(gain.Product(rows, columns, depth), device)

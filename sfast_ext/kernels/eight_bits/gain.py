@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from sfast_ext.kernels.backend import cuda_driver, nvrtc
+from sfast_ext.kernels.backend import cuda_driver, nvrtc, triton_runtime
 from sfast_ext.kernels.backend.cuda_driver import Unavailable
-from sfast_ext.kernels.backend.triton_runtime import capability, multiprocessors
+from sfast_ext.kernels.backend.triton_runtime import multiprocessors
 from sfast_ext.kernels.linear import linear_layer_norm
 
 _RATES = {
@@ -34,6 +34,9 @@ _RATES = {
 """By compute capability, multiply-adds of a multiprocessor and clock: of float16 with sums in float32, and of 8-bit
 integers, as in NVIDIA's whitepapers. 10.0 to 11.0 are not here: their libraries have instructions for half precision
 that are faster than `mma.sync` of 8-bit integers."""
+_BUSY = 512
+"""Multiply-adds of float16 for a multiprocessor and clock, above which an attention's instructions take longer than its
+products: one with queries and keys in 8 bits has more of them. On an NVIDIA H200 as 8.0 it took 1.11 times as long."""
 _GEFORCE = "geforce"
 _SLOWER_SUMS = 2
 """A GeForce adds up products of float16 in float32 at half the rate of the same chip's cards for data centres."""
@@ -78,7 +81,7 @@ class Product(NamedTuple):
 
 def rates(device: torch.device) -> Rates | None:
     """Those of a card; None for one whose products of 8-bit integers are no faster than those in half precision."""
-    per_clock = _RATES.get(capability(device))
+    per_clock = _RATES.get(triton_runtime.capability(device))
     if per_clock is None:
         return None
     name, clock, bandwidth = _published(device)
@@ -131,6 +134,17 @@ def input_cost(rows: int, depth: int, by_norm: bool, device: torch.device, on: R
     if by_norm and not linear_layer_norm.launch.supported(device, triton=False):
         return 0.0
     return _LAUNCH + 3 * rows * depth / on.bandwidth
+
+
+def attention_pays(heads: int, queries: int, keys: int, size: int, device: torch.device) -> bool:
+    """Whether products of so many heads' queries and keys are worth computing in 8 bits. On a CPU they are."""
+    if device.type != "cuda":
+        return True
+    on = rates(device)
+    if on is None or _RATES[triton_runtime.capability(device)][0] > _BUSY:
+        return False
+    faster = heads * queries * keys * size * (1 / on.half - 1 / on.eight) / _REACHED
+    return faster > _MARGIN * (_LAUNCH + 3 * heads * keys * size / on.bandwidth)
 
 
 def pays(products: list[Product], by_norm: bool, device: torch.device, *, written: bool = False) -> list[bool]:

@@ -242,6 +242,8 @@ COMPILED = {
     "mma_conv8": "tests/kernels/eight_bits/test_conv2d8.py",
     "mma_gemm8": "tests/kernels/eight_bits/test_mma_gemm8.py",
     "mma_attention": "tests/kernels/attention/test_mma_attention_compiles.py",
+    "mma_attention8": "tests/kernels/eight_bits/test_mma_attention8.py",
+    "quantise_keys": "tests/kernels/eight_bits/test_mma_attention8.py",
     "query_attention": test_query_attention_compiles,
     "wgmma_conv8": "tests/kernels/eight_bits/test_wgmma_conv8.py",
     "wgmma_gemm8": "tests/kernels/eight_bits/test_wgmma_gemm8_compiles.py",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sfast_ext.kernels.backend import cuda_driver, nvrtc
+from sfast_ext.kernels.backend import cuda_driver, nvrtc, triton_runtime
 from sfast_ext.kernels.eight_bits import gain
 from sfast_ext.kernels.eight_bits.gain import Product
 
@@ -42,7 +42,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
         driver = SimpleNamespace(cuDeviceGetAttribute=lambda attribute, index: told[attribute])
         monkeypatch.setattr(nvrtc, "loaded_driver", lambda: driver)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=name))
-        monkeypatch.setattr(gain, "capability", lambda device: capability)
+        monkeypatch.setattr(triton_runtime, "capability", lambda device: capability)
         monkeypatch.setattr(gain, "multiprocessors", lambda device: count)
         fused = capability == (9, 0) if fused_norms is None else fused_norms
         kernel = SimpleNamespace(supported=lambda device, triton: fused)
@@ -156,3 +156,17 @@ def test_convolutions_on_hopper(on, channels, size, columns, faster):
     assert gain.convolution_pays(Product(2 * size * size, columns, 9 * channels), GPU) == faster
     on(B200)
     assert not gain.convolution_pays(Product(2 * size * size, columns, 9 * channels), GPU)
+
+
+def test_attentions_that_pay(on: Any) -> None:
+    """Those of SDXL, 1024x1024, two images; not those of a small image, nor of cards without a gain."""
+    many, some = (20, 4096, 4096, 64), (40, 1024, 1024, 64)
+    for card in (RTX_2080_TI, RTX_3060, RTX_4090, TITAN_RTX, A10, RTX_5090):
+        on(card)
+        assert gain.attention_pays(*many, GPU), card
+    on(RTX_3060)
+    assert gain.attention_pays(*some, GPU) and not gain.attention_pays(16, 256, 256, 40, GPU)
+    for card in (H200, A100, GTX_1660, V100, B200):
+        on(card)
+        assert not gain.attention_pays(*many, GPU), card
+    assert gain.attention_pays(1, 200, 200, 40, CPU)
