@@ -22,7 +22,7 @@ class HostConfig(Config):
     png: bool = True
     """Whether the WebUI's PNG files are compressed by several threads."""
     earned: bool = True
-    ahead: bool = False
+    ahead: bool = True
     """Whether the size used last is prepared after the start, while no image is made."""
 
 
