@@ -220,7 +220,8 @@ STAGES, EVENTS = ["recording", "compiling", "first run", "comparing"], [waits, q
 
 # each stage with two of them, each of them in two stages
 @pytest.mark.parametrize(
-    ("stage", "event"), [(STAGES[i], EVENTS[(i + j) % 4]) for i in range(4) for j in range(2)], ids=str
+    ("stage", "event"), [(STAGES[i], EVENTS[(i + j) % 4]) for i in range(4) for j in range(2)],
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_it_is_given_up_at_once_and_leaves_nothing(stage, event):
     keep()
