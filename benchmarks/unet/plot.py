@@ -29,7 +29,7 @@ def bars(result: dict[str, Any]) -> str:
     for case, rows in cases.items():
         height = len(BARS) * (BAR + GAP) - GAP
         scale = (WIDTH - LEFT - RIGHT) / max(row["ms_p50"] for row in rows.values())
-        title = f"{case.model}, {case.width}×{case.height}" + (f", {case.images} pictures" if case.images > 1 else "")
+        title = f"{case.model}, {case.width}×{case.height}" + (f", {case.images} images" if case.images > 1 else "")
         parts.append(_text(LEFT - 8, y + height / 2 + 4, title, anchor="end"))
         limit = next((row["limit_ms"] for row in rows.values() if row.get("limit_ms")), None)
         for place, (engine, _, colour) in enumerate(BARS):

@@ -75,7 +75,7 @@ def render(result: dict[str, Any]) -> str:
         calls = [ours.get(name) for name in ("first_call_s", "first_call_warm_s", "further_size_s")]
         lines.append(
             [
-                f"{case.model}, {case.width}×{case.height}" + (f", {case.images} pictures" if case.images > 1 else ""),
+                f"{case.model}, {case.width}×{case.height}" + (f", {case.images} images" if case.images > 1 else ""),
                 *(_number(rows.get(name, {}).get("ms_p50")) for name in ("eager", "cudagraph", "torch-compile")),
                 f"**{_number(ours['ms_p50'])}**",
                 _ratio(rows, "eager"),

@@ -223,7 +223,7 @@ def test_the_table_of_the_readme():
     assert len(lines) == 4 and {line.count("|") for line in lines} == {len(table.HEAD) + 1}
     assert lines[2].startswith("| sd15, 512×512 | 20.00 | 12.00 | – | **5.00** | 4.00 × | – | 40 % | 1000 → 400 |")
     assert lines[2].endswith("| 150 → 150 | 7.0 / 3.0 / 1.0 |")
-    assert "| sdxl, 1024×1024, 4 pictures |" in lines[3] and "1.20 ×" in lines[3] and "7.0 / – / –" in lines[3]
+    assert "| sdxl, 1024×1024, 4 images |" in lines[3] and "1.20 ×" in lines[3] and "7.0 / – / –" in lines[3]
 
 
 def test_table_and_plot_are_written_between_the_marks(tmp_path, monkeypatch, capsys):
@@ -256,6 +256,6 @@ def test_the_plot_has_a_bar_for_each_time():
     assert max(widths) == plot.WIDTH - plot.LEFT - plot.RIGHT
     assert widths[0] == pytest.approx(max(widths) * 5 / 20, abs=0.1)
     words = [text.text for text in root.iter(f"{space}text")]
-    assert "sdxl, 1024×1024, 4 pictures" in words and "20.00 ms" in words and "–" in words
+    assert "sdxl, 1024×1024, 4 images" in words and "20.00 ms" in words and "–" in words
     # none of it lies outside of the image
     assert max(float(r.get("y", 0)) for r in bars) + plot.BAR < float(root.get("height"))
