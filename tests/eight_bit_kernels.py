@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.backend.registry import Kernel
 from sfast_ext.kernels.eight_bits import gated_norm8, gelu8, modulated_norm8, quantise_weights, swiglu8
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm
@@ -36,6 +37,8 @@ def available(patch: pytest.MonkeyPatch, *, by_triton: bool = False) -> None:
             return kernel.enabled(device) and (triton or not by_triton)
         return supported(kernel, device, triton=triton)
 
+    # what a test before this one disabled is not, and what this one disables is not later
+    patch.setattr(health, "_disabled", {})
     patch.setattr(Kernel, "supported", there)
     patch.setattr(quantise_weights.launch, "function", quantise_weights.in_place)
 

@@ -357,8 +357,7 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(torch.Tensor, "cpu", lambda tensor, **kwargs: card.to(tensor, CPU, **kwargs))
     patch.setattr(torch.Tensor, "cuda", lambda tensor, device=GPU, **kwargs: card.to(tensor, device, **kwargs))
     patch.setattr(torch, "tensor", lambda data, *, device=None, **how: _tensor(data, **how).to(device or CPU))
-    # the card is a mode
-    patch.setattr(host_order, "undisturbed", contextlib.nullcontext)
+    patch.setattr(host_order, "undisturbed", lambda: _as_it_is(card))
     # weights come in through pinned buffers, as on a real one, but for small models these are small
     patch.setattr(torch, "get_num_threads", lambda: 2)
     patch.setattr(Staging.__init__, "__defaults__", (BUFFER_BYTES,))
@@ -393,6 +392,18 @@ def small_reserves(patch: pytest.MonkeyPatch, size: int) -> None:
     for name in ("IDLE_RESERVE", "WORKSPACE", "DECODING_RESERVE"):
         patch.setattr(gpu_room, name, size // 10)
     patch.setattr(gpu_room, "NEXT_MODEL_RESERVE", 2 * size)
+
+
+@contextlib.contextmanager
+def _as_it_is(card: Card) -> Iterator[None]:
+    """Within, the caller's modes are as before, and the card, which is one, sees what is allocated. A thread that keeps
+    out of a trace has no modes, and a trace takes the card for the CPU."""
+    was, card.blind = card.blind, False
+    try:
+        with contextlib.nullcontext() if torch._C._len_torch_dispatch_stack() else card:
+            yield
+    finally:
+        card.blind = was
 
 
 def _while(card: Card, state: str, function: Callable[..., Any]) -> Callable[..., Any]:

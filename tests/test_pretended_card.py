@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from pretended_card import GPU, Card, CardGraph, pretended_card
 from torch import nn
 
 from sfast_ext import Config, accelerate
+from sfast_ext.weights import host_order
+from sfast_ext.weights.original_layout import OriginalLayouts
 
 KB = 1024
 
@@ -43,6 +46,24 @@ def test_modules_move_by_their_parameters(card: Card) -> None:
         net(x)
     net.to("cpu")
     assert not weight.is_cuda and card.allocated == 0
+
+
+def test_weights_that_are_laid_otherwise_stay_there_in_a_capture_and_in_a_thread_without_modes(card: Card) -> None:
+    def laid() -> None:
+        with host_order.undisturbed():
+            layouts.restore(weight, (1, 8))
+
+    layouts, weight = OriginalLayouts(), torch.randn(8, 8).to("cuda")
+    expected = weight.cpu().clone()
+    card.blind = True
+    laid()
+    assert card.blind
+    card.blind = False
+    assert weight.is_cuda and weight.stride() == (1, 8) and torch.equal(weight.cpu(), expected)
+    weight = torch.randn(8, 8).to("cuda")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(laid).result()
+    assert weight.is_cuda and weight.stride() == (1, 8)
 
 
 def test_memory_is_counted_and_ends(card: Card) -> None:

@@ -65,7 +65,7 @@ class Errors(NamedTuple):
     group: int
     """Of the rotation; 0 if no group divides a row."""
     work: float = 1.0
-    """Its multiplications, or if half-precision weights leave the GPU, the values of its weight."""
+    """Its multiplications, or if half-precision weights leave the GPU, the values of its weight; 1 if it has none."""
 
     @property
     def least(self) -> float:
@@ -203,7 +203,8 @@ def measured(
             if layer.weight is None:
                 q, k, v, scale = (values[x] if isinstance(x, fx.Node) else x for x in layer.operands)
                 found.append(errors_of_attention(q, k, v, scale))
-                names.append((layer.name, 0, q.numel() * k.shape[2]))
+                # no memory is saved by it
+                names.append((layer.name, 0, 1 if by_bytes else q.numel() * k.shape[2]))
                 continue
             if layer.stride:
                 found.append(errors_of_convolution(value, read(layer.weight), layer.stride, layer.silu))

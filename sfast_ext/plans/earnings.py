@@ -72,7 +72,8 @@ class Earnings:
         self._generation, self.calls = self._generation + 1, 0
 
     def due(self, kind: Hashable) -> bool:
-        """Whether a call of this kind, which has no plan, gets one. To ask again in the same call changes nothing."""
+        """Whether a call of this kind, which has no plan, gets one. To ask again changes nothing, but
+        more of the original's runs may have ended by then."""
         with self._lock:
             first = self._met.get(kind)
             if first is None:

@@ -137,7 +137,8 @@ class CallServer:
         config, lock, key = self._context.config, self._context.model.build_lock, lookup.key
         if config.rare_calls and not self._rare.is_due(key, config.rare_gain, config.rare_build_ms):
             return False
-        if not self._is_earned(lookup.shape_signature):
+        if not (lookup.key_confirmed and self._is_earned(lookup.shape_signature)):
+            # if it was not when it was looked up, its key may be an old one
             self._report.bypassed(NEW_KIND())
             return False
         if not lock.acquire(blocking=False):

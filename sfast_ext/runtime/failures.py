@@ -102,7 +102,12 @@ class Failures:
             return False
         if not pool_of(device).holds_memory:
             short = self._context.hooks.short_of_memory
-            return short is not None and short()
+            try:
+                return short is not None and short()
+            except Exception as again:
+                # the host knows what its forward raised, and nothing of this
+                self._context.report.error("short_of_memory", again)
+                return False
         self._context.report.count("out_of_memory")
         pool_of(device).make_room(self._context.report)
         return True

@@ -197,7 +197,8 @@ class PlanFinder:
             return self.find(args, kwargs, speculate=False)
         key_confirmed = key_confirmed or (not speculate and self.keys.trusted)
         if plan is None and not self._cache.rejected and not self.builds(tensors_alone(call.signature)):
-            # neither the key nor the weights matter to the original forward; its own order of them stays
+            # neither the key nor the weights matter to the original forward; its own order of them stays. No plan is
+            # made: that it is not confirmed tells
             return Lookup(call, key, None, False, False, False, ReplayState.BUILD)
         if not key_confirmed and (plan is None or compared):
             # An unconfirmed key is good enough to run a plan, but not to refuse one: the obstacle may be gone.

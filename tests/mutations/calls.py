@@ -25,6 +25,11 @@ SIGNATURE = [
         ("plans/test_result_views.py::test_a_write_to_a_result_is_seen_in_the_others_as_without_us",),
     ),
     Mutation(
+        "plans with a key that was not read", "runtime/call_server.py",
+        "if not (lookup.key_confirmed and ", "if not (",
+        ("runtime/test_plan_finder.py::test_no_plan_is_made_with_a_key_that_was_not_read_as_it_was_not_due",),
+    ),
+    Mutation(
         "dtypes of arguments", "call_signature.py",
         'return ("tensor", value.dtype, shape, len', 'return ("tensor", torch.float32, shape, len',
         _SIGNATURES,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sfast_ext.kernels.attention import attention
-from sfast_ext.passes import eight_bits_attention, eight_bits_selection
+from sfast_ext.passes import eight_bits, eight_bits_attention, eight_bits_selection
 from sfast_ext.passes.eight_bits_selection import LIMIT, Selection
 
 from .support import randn
@@ -42,6 +42,17 @@ def test_a_transformer_block() -> None:
     assert in_8_bits(Block(), MANY, LONG_PROMPT, selection=selection) == [True, False]
     assert 0 < selection.errors["attn1"].least < LIMIT and "attn2" not in selection.errors
     assert selection.errors["attn1"].work == 2 * 170 * 170 * C
+
+
+def test_by_bytes_it_is_the_first_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It saves no memory, and its error is as good as that of a layer which does."""
+    selection, real = Selection(), eight_bits.measured
+    monkeypatch.setattr(eight_bits, "measured", lambda *args, by_bytes: real(*args, by_bytes=True))
+    in_8_bits(Block(), MANY, PROMPT, selection=selection)
+    selection.excess = 1.01
+    assert selection.errors["attn1"].least > 1e-3 and selection.tighten() and "attn1" in selection.kept
+    by_work = {name for name in selection.kept if selection.errors[name].work > 1}
+    assert len(by_work) < len(selection.errors) - 1
 
 
 def test_not_of_few_keys() -> None:

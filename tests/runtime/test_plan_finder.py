@@ -12,6 +12,7 @@ from torch import nn
 
 from sfast_ext import Config, Hooks, accelerate, reasons
 from sfast_ext.call_signature import NotOurs
+from sfast_ext.plans.earnings import Earnings
 from sfast_ext.runtime.plan_finder import ReplayState, state_of
 from sfast_ext.weights.weight import WeightsAway
 
@@ -152,6 +153,48 @@ def test_an_error_of_ours_after_a_callback_is_not_taken_for_the_hosts(monkeypatc
     # an error of the same type as the forward's, which is reported all the same
     assert accelerator.report.as_dict()["last_error"]["message"] == "Own: ours"
     accelerator.release()
+
+
+class Scaled(nn.Module):
+    """A layer whose result the host scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.factor = nn.Linear(4, 4), 1.0
+
+    def forward(self, x):
+        return self.linear(x) * self.factor
+
+
+@pytest.mark.parametrize("asked", [1, 2, 3])
+def test_no_plan_is_made_with_a_key_that_was_not_read_as_it_was_not_due(monkeypatch, asked):
+    """Runs of the original may end between two questions in one call."""
+    module, due, answers = Scaled().eval(), Earnings.due, [False] * asked + [True]
+    accelerator = accelerate(module, replace(CPU, earned=True))
+    for _ in range(3):
+        module(X)
+    monkeypatch.setattr(Earnings, "due", lambda self, kind: answers.pop(0) if answers else due(self, kind))
+    new = torch.randn(3, 4)
+    module.factor = 2.0
+    while answers:
+        assert torch.allclose(module(new), 2 * module.linear(new))
+    module.factor = 1.0
+    for _ in range(4):
+        assert torch.allclose(module(new), module.linear(new))
+    assert torch.allclose(module(X), module.linear(X)) and accelerator.report.counter("errors") == 0
+
+
+def test_a_plan_is_made_once_it_is_due(monkeypatch):
+    module, answers = Scaled().eval(), [False, True, True]
+    accelerator = accelerate(module, replace(CPU, earned=True))
+    for _ in range(3):
+        module(X)
+    monkeypatch.setattr(Earnings, "due", lambda self, kind: answers.pop(0))
+    new = torch.randn(3, 4)
+    for _ in range(3):
+        assert torch.allclose(module(new), module.linear(new))
+    assert len(accelerator.plans) == 2 and not answers
 
 
 class OfImages(nn.Module):

@@ -117,10 +117,13 @@ class WholeUnet:
             return False
         self._refused.add(unet)
         accelerator = accelerator_of(unet)
-        if accelerator is not None:
-            accelerator.forget_plans("the UNet comes to the GPU block by block again: there is no room for all of it")
-            accelerator.arena.resident.forget()
-        self.release()
+        try:
+            if accelerator is not None:
+                why = "the UNet comes to the GPU block by block again: there is no room for all of it"
+                accelerator.forget_plans(why)
+                accelerator.arena.resident.forget()
+        finally:
+            self.release()
         return True
 
     def _blocks_of(self, unet: nn.Module) -> Iterator[nn.Module]:
