@@ -128,9 +128,9 @@ SETTINGS = (
         "sfast_eight_bits",
         "eight_bits",
         "8 bits",
-        "Linear layers, convolutions and part of attention are computed with whole numbers of 8 bits if that is "
-        "faster, as on GeForce RTX 20 and later. What is too sensitive stays in half precision. Details of the image "
-        "change. Not for models of few steps (Turbo, LCM, Lightning). Takes GPU memory of up to half the model's size",
+        "Linear layers, convolutions and part of attention use whole numbers of 8 bits if that is faster, as on "
+        "GeForce RTX 20 and later. What is too sensitive stays as it is. Details of the image change. Not for models "
+        "of few steps (Turbo, LCM, Lightning). Takes GPU memory of up to half the model's size",
         infotext="Stable Fast 8 bits",
     ),
     Setting(

@@ -68,7 +68,7 @@ def compare_banks(plans: Iterable[Plan], ours: nn.Module, theirs: nn.Module) -> 
         weight = torch.cat(wanted)
         rows, scales = quantise_rows.reference(quantise_weights.matrix(weight), bank.group)
         if weight.dim() == 4:
-            scales = torch.stack([scales, rows.sum(-1, dtype=torch.float32)])
+            scales = torch.cat([scales[None], quantise_weights.sums_of_codes(rows)])
         if not torch.equal(rows, bank.rows) or not torch.equal(scales, bank.scales):
             raise Wrong(f"the 8-bit integers of {bank.weight.path} are stale")
     return len(found)

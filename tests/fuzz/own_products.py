@@ -25,7 +25,9 @@ def everywhere(capability: tuple[int, int]) -> Iterator[Counter[str]]:
     chosen: Counter[str] = Counter()
 
     # in the place of a measurement
-    def find(self: Any, device: torch.device, key: str, ways: Mapping[str, Any], expected: str, sure: bool) -> str:
+    def find(
+        self: Any, device: torch.device, key: str, ways: Mapping[str, Any], expected: str, sure: bool, limits: Any
+    ) -> str:
         ours = sorted(name for name in ways if name.startswith(MMA))
         name = ours[zlib.crc32(key.encode()) % len(ours)] if ours else expected
         self._chosen[device, key] = name
