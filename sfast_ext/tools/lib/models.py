@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,19 +118,25 @@ def unet_config(name: str) -> dict[str, Any]:
     return config
 
 
+_patching = threading.RLock()
+
+
 @contextmanager
 def without_initialisation(device: torch.device) -> Iterator[None]:
     """Modules are made on this device, and their weights left as memory has them."""
     # the default initialisation of SDXL takes longer on a CPU than all the rest; every value is replaced anyhow
-    reset = [(cls, cls.reset_parameters) for cls in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding)]
-    try:
-        for cls, _ in reset:
-            cls.reset_parameters = lambda self: None  # type: ignore[assignment,method-assign]
-        with torch.device(device):
-            yield
-    finally:
-        for cls, original in reset:
-            cls.reset_parameters = original  # type: ignore[method-assign]
+    # one thread at a time: another would take what is in place of a method for the method
+    with _patching:
+        kinds = nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding
+        reset = [(cls, cls.reset_parameters) for cls in kinds]
+        try:
+            for cls, _ in reset:
+                cls.reset_parameters = lambda self: None  # type: ignore[assignment,method-assign]
+            with torch.device(device):
+                yield
+        finally:
+            for cls, original in reset:
+                cls.reset_parameters = original  # type: ignore[method-assign]
 
 
 @torch.no_grad()
