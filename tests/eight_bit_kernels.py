@@ -10,7 +10,7 @@ import torch
 
 from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.backend.registry import Kernel
-from sfast_ext.kernels.eight_bits import gated_norm8, gelu8, modulated_norm8, quantise_weights, swiglu8
+from sfast_ext.kernels.eight_bits import gain, gated_norm8, gelu8, modulated_norm8, quantise_weights, swiglu8
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
 from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm
@@ -22,6 +22,11 @@ AROUND = (
     group_norm.launch, add_group_norm.launch, cat_group_norm.launch, bias_add.launch, modulated_norm8.launch,
     gated_norm8.launch, swiglu8.launch, gelu8.launch,
 )  # fmt: skip
+
+
+def pay_everywhere(patch: pytest.MonkeyPatch) -> None:
+    """Until the patch is undone, all products pay on every card."""
+    patch.setattr(gain, "pays", lambda products, by_norm, device, written=False: [True] * len(products))
 
 
 def available(patch: pytest.MonkeyPatch, *, by_triton: bool = False) -> None:

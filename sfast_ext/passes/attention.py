@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .context import PassContext
 
 ATTENTION = overloads("scaled_dot_product_attention")
+IN_8_BITS = "eight_bits"
+"""In `meta` of an attention: whether its queries and keys may be 8-bit integers."""
 
 
 @fusion(ATTENTION, skip_pinned_inputs=True)
@@ -32,7 +34,7 @@ def attention(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
         return False
     if ctx.faster_sums and dtype(node) == torch.float16 and mma_gemm.half_sums_profitable(ctx.device):
         options["faster_sums"] = True
-    if node.meta.get("eight_bits"):
+    if node.meta.get(IN_8_BITS):
         options["eight_bits"] = True
     with node.graph.inserting_before(node):
         new = call(node.graph, kernel.launch, node.args[:3], node, options)

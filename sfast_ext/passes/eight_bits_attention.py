@@ -16,15 +16,12 @@ from sfast_ext.kernels.attention import attention as kernel
 from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.eight_bits import gain
 
-from .attention import ATTENTION, kernel_options
+from .attention import ATTENTION, IN_8_BITS, kernel_options
 from .eight_bits_match import is_part, views_and_parts
 from .rewrite import HALF, LINEAR, argument, dtype, is_op, is_weight, mutated, shape
 
 if TYPE_CHECKING:
     from .context import PassContext
-
-CHOSEN = "eight_bits"
-"""In `meta` of an attention: whether it may be computed so."""
 
 
 class AttentionCandidate(NamedTuple):
@@ -81,4 +78,4 @@ def linear_of(x: Any, pinned: set[fx.Node]) -> fx.Node | None:
 def choose(found: list[AttentionCandidate], kept: set[str]) -> None:
     """Those that are not kept may be computed so."""
     for candidate in found:
-        candidate.node.meta[CHOSEN] = candidate.name not in kept
+        candidate.node.meta[IN_8_BITS] = candidate.name not in kept

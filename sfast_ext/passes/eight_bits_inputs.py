@@ -60,16 +60,7 @@ def quantised_by_writer(x: fx.Node, group: int, ctx: PassContext) -> tuple[fx.No
     node, graph = writer.node, x.graph
     with graph.inserting_before(node):
         new = call(graph, writer.kernel, node.args, None, {**node.kwargs, **({"group": group} if group else {})})
-    if not writer.summed:
-        return results(new, x, 0)
-    with graph.inserting_after(new):
-        total = call(graph, operator.getitem, (new, 0), x)
-    pair = results(new, x, 1)
-    new.meta["val"] = (total.meta.get("val"), *new.meta["val"])
-    for user in list(node.users):
-        if user is not x:
-            replace(user, total)
-    return pair
+    return in_place_of(node, new, x, writer.summed)
 
 
 def quantised(
@@ -106,14 +97,24 @@ def quantised_by_norm(norm: fx.Node, normed: fx.Node) -> tuple[fx.Node, fx.Node]
     options = {name: value for name, value in more.items() if value is not None}
     with graph.inserting_before(norm):
         new = call(graph, kernel.launch, tuple(operands), None, options)
-    if not sums:
-        return results(new, normed, 0)
+    return in_place_of(norm, new, normed, sums)
+
+
+def in_place_of(old: fx.Node, new: fx.Node, x: fx.Node, summed: bool) -> tuple[fx.Node, fx.Node]:
+    """The nodes of q and scale behind `new`, which is in the place of `old`, the writer of `x`.
+
+    Args:
+        summed: whether the first result of both is a sum. Its users read that of `new`.
+    """
+    if not summed:
+        return results(new, x, 0)
+    graph = new.graph
     with graph.inserting_after(new):
-        total = call(graph, operator.getitem, (new, 0), normed)
-    pair = results(new, normed, 1)
+        total = call(graph, operator.getitem, (new, 0), x)
+    pair = results(new, x, 1)
     new.meta["val"] = (total.meta.get("val"), *new.meta["val"])
-    for user in list(norm.users):
-        if user is not normed:
+    for user in list(old.users):
+        if user is not x:
             replace(user, total)
     return pair
 

@@ -227,8 +227,9 @@ class PlanFinder:
     def _loses_digits(self, leaf: Any) -> bool:
         """Whether the forward of an image alone, a VAE's, normalises maps that are constant. Differences from their
         mean are rounding, which the norm divides by next to nothing: two correct results may be anywhere."""
-        modules = self._context.module.modules()
-        return isinstance(leaf, torch.Tensor) and any(map(_of_single_channels, modules)) and of_one_value(leaf)
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() != 4:
+            return False
+        return any(map(_of_single_channels, self._context.module.modules())) and of_one_value(leaf)
 
     def _may_use_eight_bits(self, device: torch.device) -> bool:
         context = self._context

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import eight_bit_kernels
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from benchmarks import eight_bits as benchmark
 from sfast_ext import Accelerator, Config, accelerate
 from sfast_ext.call_signature import flatten_output
 from sfast_ext.kernels.backend import graph_branch
-from sfast_ext.kernels.eight_bits import gain, quantise_weights
+from sfast_ext.kernels.eight_bits import quantise_weights
 from sfast_ext.plans import plan as plans
 from sfast_ext.runtime import eight_bits
 from sfast_ext.runtime.verify import relative_error
@@ -44,7 +45,7 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # all layers, whatever is faster on this card
-    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device, written=False: [True] * len(products))
+    eight_bit_kernels.pay_everywhere(monkeypatch)
     device = torch.device("cuda", torch.cuda.current_device())
     if eight_bits.unsupported(device, {torch.float16}) is not None:
         pytest.skip("this GPU has no products of 8-bit integers")

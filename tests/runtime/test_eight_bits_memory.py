@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sfast_ext import Config
 from sfast_ext.kernels.backend import graph_branch, health
-from sfast_ext.kernels.eight_bits import gain, geglu8, linear8, quantise_weights
+from sfast_ext.kernels.eight_bits import geglu8, linear8, quantise_weights
 from sfast_ext.passes import eight_bits as passes
 from sfast_ext.passes import eight_bits_selection
 from sfast_ext.plans.graph_pool import MB, pool_of
@@ -38,7 +38,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
     monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
-    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device, written=False: [True] * len(products))
+    eight_bit_kernels.pay_everywhere(monkeypatch)
     with pretended_card(monkeypatch, 64 * MB) as found:
         yield found
         assert not found.faults

@@ -16,7 +16,6 @@ from torch import nn
 
 from sfast_ext import Config
 from sfast_ext.kernels.backend import health
-from sfast_ext.kernels.eight_bits import gain
 from sfast_ext.plans.graph_pool import MB, pool_of
 from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.weights import resident as weights_resident
@@ -41,7 +40,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
     monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
-    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device, written=False: [True] * len(products))
+    eight_bit_kernels.pay_everywhere(monkeypatch)
     with pretended_card(monkeypatch, 64 * MB) as found:
         yield found
         assert not found.faults

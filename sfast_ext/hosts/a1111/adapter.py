@@ -103,8 +103,7 @@ class A1111Hooks:
         return contextlib.nullcontext() if accelerator is None else accelerator.on_gpu(layer)
 
     def _offload_reason(self) -> Reason | None:
-        # --medvram sets the model's mark as well
-        if getattr(self._shared.sd_model, "lowvram", False) and getattr(self._shared.cmd_opts, "lowvram", False):
+        if _moves_blocks(self._shared.sd_model, self._shared.cmd_opts):
             comes_whole = self.whole is not None and self.whole.holds(self._unet())
             return None if comes_whole else reasons.LOWVRAM()
         return None
@@ -354,17 +353,20 @@ class A1111Session(WebUISession):
         for each in (accelerator, *networks_followed):
             self._begin_pass(each)
 
-
     def _follow_whole(self, sd_model: Any, unet: nn.Module | None, config: Config) -> None:
         """With --lowvram a UNet in 8 bits comes as a whole."""
         from modules import shared
 
-        blocks = getattr(sd_model, "lowvram", False) and getattr(shared.cmd_opts, "lowvram", False)
-        wanted = bool(blocks) and config.enabled and config.eight_bits
+        wanted = config.enabled and config.eight_bits and _moves_blocks(sd_model, shared.cmd_opts)
         self.guarded(lambda: self._whole.follow(getattr(sd_model, "model", None), unet, shared.device, wanted))
 
 
 SESSIONS = (A1111Session,)
+
+
+def _moves_blocks(sd_model: Any, flags: Any) -> bool:
+    """Whether --lowvram is on for a model; --medvram sets the model's mark as well."""
+    return bool(getattr(sd_model, "lowvram", False) and getattr(flags, "lowvram", False))
 
 
 def start(version: str) -> None:

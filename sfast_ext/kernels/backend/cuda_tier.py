@@ -18,6 +18,8 @@ from sfast_ext.kernels.backend.triton_runtime import HALF, INTERPRETED, accepts_
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """Values of TYPE and OUT in csrc/elements.h."""
 MAX_THREADS = 1024
+_BLOCK_THREADS = 128
+"""Of a block, if the threads of a row are fewer: it has several rows then."""
 _ACCESS = 16  # bytes
 
 
@@ -46,6 +48,23 @@ def tier(sources: tuple[nvrtc.Source, ...], x: Tensor, *others: Tensor | None) -
         return Tier(True)
     reasons = (accepts(source, x, *others) for source in sources)
     return Tier(False, next((reason for reason in reasons if reason is not None), None))
+
+
+def of_rows(columns: int, threads: int, chunks: int, pack: int) -> dict[str, int]:
+    """The compile-time parameters of a kernel whose threads keep a row in registers.
+
+    Args:
+        threads: of a row.
+        chunks: accesses of a thread.
+        pack: elements of an access.
+    """
+    return {
+        "THREADS": threads,
+        "ROWS": max(1, _BLOCK_THREADS // threads),
+        "CHUNKS": chunks,
+        "PACK": pack,
+        "EXACT": int(columns == threads * chunks * pack),
+    }
 
 
 def pack(width: int, *operands: Tensor | None) -> int:

@@ -67,7 +67,6 @@ def hadamard(size: int) -> Tensor:
 
 
 _MIN_THREADS, _MAX_THREADS = 8, 1024  # of a row
-_BLOCK_THREADS = 128
 _ELEMENTS = 40  # of a thread, until a row has _MAX_THREADS: by 5 the columns of Stable Diffusion divide
 _MAX_CHUNKS = 10  # accesses of a thread
 PACK = 8
@@ -86,11 +85,7 @@ def constants(columns: int, pack: int, dtype: torch.dtype, group: int = 0) -> di
     return {
         "TYPE": cuda_tier.TYPES[dtype],
         "GROUP": group,
-        "THREADS": threads,
-        "ROWS": max(1, _BLOCK_THREADS // threads),
-        "CHUNKS": chunks,
-        "PACK": pack,
-        "EXACT": int(columns == threads * chunks * pack),
+        **cuda_tier.of_rows(columns, threads, chunks, pack),
     }
 
 

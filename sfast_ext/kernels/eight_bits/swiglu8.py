@@ -25,9 +25,6 @@ def reference(gate: Tensor, value: Tensor, group: int = 0) -> tuple[Tensor, Tens
     return quantise_rows.reference(swiglu.reference(gate.to(compute), value.to(compute)), group)
 
 
-_BLOCK_THREADS = 128
-
-
 def constants(
     columns: int, pack: int, dtype: torch.dtype, group: int, *, gated: bool, tanh: bool
 ) -> dict[str, int] | None:
@@ -41,11 +38,7 @@ def constants(
         "GATED": int(gated),
         "TANH": int(tanh),
         "GROUP": group,
-        "THREADS": threads,
-        "ROWS": max(1, _BLOCK_THREADS // threads),
-        "CHUNKS": chunks,
-        "PACK": pack,
-        "EXACT": int(columns == threads * chunks * pack),
+        **cuda_tier.of_rows(columns, threads, chunks, pack),
     }
 
 

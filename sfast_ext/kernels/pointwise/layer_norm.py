@@ -100,7 +100,6 @@ def tile(columns: int) -> tuple[int, int, int]:
 
 
 _ROW_THREADS = 16  # the fewest of a row
-_BLOCK_THREADS = 128
 # Accesses of a thread, until a row has _MAX_ROW_THREADS, and elements of an access, at most: what leaves registers for
 # 1,024 threads of a multiprocessor. By 5 the columns of Stable Diffusion divide.
 _ROW_CHUNKS, _ROW_CHUNKS_FLOAT32 = 5, 3
@@ -123,11 +122,7 @@ def constants(columns: int, pack: int, dtype: torch.dtype, out: torch.dtype, add
         "TYPE": cuda_tier.TYPES[dtype],
         "OUT": cuda_tier.TYPES[out],
         "ADD": int(add),
-        "THREADS": threads,
-        "ROWS": max(1, _BLOCK_THREADS // threads),
-        "CHUNKS": chunks,
-        "PACK": pack,
-        "EXACT": int(columns == threads * chunks * pack),
+        **cuda_tier.of_rows(columns, threads, chunks, pack),
     }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.registry import Declined, kernel, require
 from sfast_ext.kernels.backend.triton_runtime import cdiv, launch_kernel
+from sfast_ext.kernels.eight_bits import quantise_rows
 
 
 def reference(
@@ -48,14 +49,12 @@ def reference(
     return y.to(x.dtype)
 
 
-_WARP, _BLOCK_THREADS, _MAX_THREADS = 32, 128, 1024
+_WARP, _MAX_THREADS = 32, 1024
 _CHUNKS = (2, 1, 3, 4, 5)
 """Accesses of a thread, the best first: the first that divides a row, by which no thread is idle."""
 _FEW = 2
 """Accesses of a thread otherwise, until a row has `_MAX_THREADS`."""
 _MAX_CHUNKS = 5
-ROTATED_PACK = 8
-"""Elements of an access that a rotation needs."""
 
 
 class Parts(NamedTuple):
@@ -98,11 +97,7 @@ def constants(columns: int, pack: int, dtype: torch.dtype, parts: Parts) -> dict
         "PLUS_ONE": int(parts.plus_one),
         "CODES": int(parts.codes),
         "GROUP": parts.group,
-        "THREADS": threads,
-        "ROWS": max(1, _BLOCK_THREADS // threads),
-        "CHUNKS": chunks,
-        "PACK": pack,
-        "EXACT": int(columns == threads * chunks * pack),
+        **cuda_tier.of_rows(columns, threads, chunks, pack),
     }
 
 
@@ -187,7 +182,7 @@ def modulated(
     width = math.gcd(columns, *(each.stride for each in vectors))
     tensors = (x, y, inner_weight, weight, bias, *(each.tensor for each in vectors), out_sum)
     given = constants(columns, pack := cuda_tier.pack(width, *tensors), x.dtype, parts)
-    if parts.group and (pack != ROTATED_PACK or columns % parts.group):
+    if parts.group and (pack != quantise_rows.PACK or columns % parts.group):
         raise Declined("a rotation of rows that are not divided so")
     rows = x.numel() // columns
     if given is None or rows >= 2**31:

@@ -24,7 +24,6 @@ from sfast_ext.hosts import gpu_room, system_memory
 from sfast_ext.hosts.a1111 import adapter as a1111
 from sfast_ext.hosts.a1111 import memory
 from sfast_ext.kernels.backend import health
-from sfast_ext.kernels.eight_bits import gain
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.runtime.verify import relative_error
@@ -135,7 +134,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     eight_bit_kernels.available(monkeypatch)
     monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
     monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
-    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device, written=False: [True] * len(products))
+    eight_bit_kernels.pay_everywhere(monkeypatch)
     for name, part in (("IDLE_RESERVE", 1), ("WORKSPACE", 0.1), ("DECODING_RESERVE", 1), ("NEXT_MODEL_RESERVE", 2)):
         monkeypatch.setattr(gpu_room, name, int(part * SIZE))
     monkeypatch.setattr(digest, "COLUMNS", 5)

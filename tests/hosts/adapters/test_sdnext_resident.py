@@ -19,7 +19,6 @@ from hosts.standins.sdnext import Host, diffusers, hosted, network
 from sfast_ext import accelerator_of
 from sfast_ext.hosts import system_memory
 from sfast_ext.kernels.backend import health
-from sfast_ext.kernels.eight_bits import gain
 from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import models
@@ -116,7 +115,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     eight_bit_kernels.available(monkeypatch)
     monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
     monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
-    monkeypatch.setattr(gain, "pays", lambda products, by_norm, device, written=False: [True] * len(products))
+    eight_bit_kernels.pay_everywhere(monkeypatch)
     small_reserves(monkeypatch, SIZE)
     monkeypatch.setattr(digest, "COLUMNS", 5)
     monkeypatch.setattr(system_memory, "available_bytes", lambda: 8 << 30)
