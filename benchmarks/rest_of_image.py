@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from benchmarks import image_networks
 from sfast_ext import Accelerator, Config, accelerate
-from sfast_ext.tools.lib import image_networks, models
+from sfast_ext.tools.lib import models
 
 CUDA = torch.device("cuda")
 RARE = Config(cuda_graphs=False, rare_calls=True, rare_gain=math.inf, drop_slower=False)

@@ -24,12 +24,12 @@ from unittest import mock
 import torch
 from torch import nn
 
-from benchmarks import records
+from benchmarks import records, vaes
 from sfast_ext import Config, accelerate, environment
 from sfast_ext.call_signature import flatten_output
 from sfast_ext.runtime import verify
 from sfast_ext.runtime.verify import relative_errors, rounded_otherwise
-from sfast_ext.tools.lib import exact, machine, models, vaes
+from sfast_ext.tools.lib import exact, machine, models
 from sfast_ext.tools.text import table
 
 HALF = (torch.float16, torch.bfloat16)

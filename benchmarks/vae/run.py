@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from benchmarks import records
+from benchmarks import records, vaes
 from sfast_ext import Config, accelerate, cli
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.runtime.verify import relative_error
-from sfast_ext.tools.lib import engines, machine, rates, vaes
+from sfast_ext.tools.lib import engines, machine, rates
 from sfast_ext.tools.lib.exact import tf32, without_tf32
 from sfast_ext.tools.text import number, significant, table
 

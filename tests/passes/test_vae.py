@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from benchmarks import vaes
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
 from sfast_ext.kernels.attention import attention as attention_kernel
@@ -18,7 +19,7 @@ from sfast_ext.kernels.conv import upsample_conv2d as upsample_kernel
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.plans.graph_facts import peak_bytes
 from sfast_ext.plans.register_machine import Interpreter
-from sfast_ext.tools.lib import models, vaes
+from sfast_ext.tools.lib import models
 from sfast_ext.weights.arena import WeightArena
 
 from .support import relative

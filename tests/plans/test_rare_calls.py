@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import vaes
 from sfast_ext import Config, accelerate
 from sfast_ext.plans.payback import FIRST_BUILD_MS, RareCalls
 from sfast_ext.runtime import plan_runner, verify
 from sfast_ext.runtime.plan_builder import PlanBuilder
 from sfast_ext.timing import Stopwatch
-from sfast_ext.tools.lib import models, vaes
+from sfast_ext.tools.lib import models
 from sfast_ext.weights.gate import gate_of
 
 CONFIG = Config(allow_cpu=True, cuda_graphs=False, rare_calls=True, rare_gain=math.inf)

@@ -14,6 +14,7 @@ import torch
 from faulty import Pair, pretend_a_gpu
 from torch import nn
 
+from benchmarks import vaes
 from sfast_ext import Config, accelerate
 from sfast_ext.kernels.backend import pdl
 from sfast_ext.plans import plan
@@ -22,7 +23,7 @@ from sfast_ext.plans.payback import Recapture
 from sfast_ext.plans.recorded_run import CannotRepeat, RecordedRun
 from sfast_ext.runtime import verify
 from sfast_ext.runtime.plan_runner import PlanRunner
-from sfast_ext.tools.lib import models, vaes
+from sfast_ext.tools.lib import models
 
 IS_DUE = Recapture.is_due
 GRAPHS = Config(allow_cpu=True, triton=False)

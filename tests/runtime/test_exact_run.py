@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import vaes
 from sfast_ext import Config, accelerate
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
 from sfast_ext.runtime import plan_builder, plan_maker, plan_runner, verify
 from sfast_ext.runtime.verify import relative_error
-from sfast_ext.tools.lib import vaes
 from sfast_ext.weights.arena import WeightArena
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import vaes
 from sfast_ext import Config, accelerate
 from sfast_ext.runtime.verify import relative_error
-from sfast_ext.tools.lib import vaes
 
 pytestmark = pytest.mark.gpu
 

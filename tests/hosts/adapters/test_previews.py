@@ -13,9 +13,9 @@ import pytest
 import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.model", reason="needs stable-diffusion-sdkit without its pins")
+from benchmarks import image_networks
 from sfast_ext import accelerator_of
 from sfast_ext.hosts import previews
-from sfast_ext.tools.lib import image_networks
 
 LATENT = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(3))
 

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 pytest.importorskip("ldm.modules.diffusionmodules.model", reason="needs stable-diffusion-sdkit without its pins")
+from benchmarks import image_networks
 from sfast_ext import accelerator_of
 from sfast_ext.hosts import convolution_networks, upscalers
 from sfast_ext.plans import payback
-from sfast_ext.tools.lib import image_networks, models
+from sfast_ext.tools.lib import models
 
 HOSTS = ["a1111", "forge"]
 

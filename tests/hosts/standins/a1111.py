@@ -20,8 +20,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import image_networks
 from hosts.standins.lowvram import BLOCKS, LowVram
-from sfast_ext.tools.lib import image_networks, models
+from sfast_ext.tools.lib import models
 
 CONTEXT = 32
 CALLBACKS = (
