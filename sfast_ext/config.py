@@ -76,7 +76,7 @@ class Config:
 
     earned: bool = False
     """Make a plan for a new kind of call, such as another size, only if those before were earned back, or if such calls
-    repeat or have lost what the plan costs; see `plans.payback.Earnings`. Needs a host that announces generations."""
+    repeat or have lost what the plan costs; see `plan_cache.Earnings`. Needs a host that announces generations."""
 
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
