@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,11 @@ def covering(*values: Sequence[Any], when: Callable[..., bool] = lambda *case: T
     numbered = itertools.product(*(range(len(some)) for some in values))
     possible = {place: case for place, case in zip(numbered, itertools.product(*values)) if when(*case)}
     return [possible[place] for place in sorted(_chosen(list(possible)))]
+
+
+def one_of(number: int, *cases: Any) -> list[Any]:
+    """One case for a test that takes long, if tests next to it have the others; with SFAST_ALL_CASES all."""
+    return list(cases) if os.environ.get("SFAST_ALL_CASES") else [cases[number % len(cases)]]
 
 
 def _chosen(cases: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -220,7 +220,8 @@ class CardGraph(PretendedGraph):
 
     def __init__(self, keep_graph: bool = False) -> None:
         super().__init__(keep_graph)
-        self._steps: list[tuple[Any, Any, Any, list[_Made | None]]] = []
+        # an operation; its arguments, and which of them are tensors, if none is in a list; what it makes
+        self._steps: list[tuple[Any, list[Any], Any, list[tuple[int, Any]] | None, list[_Made | None]]] = []
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], _Made]] = {}
         self._outputs: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._held = self._before = 0
@@ -249,8 +250,8 @@ class CardGraph(PretendedGraph):
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Called for each operation of a capture."""
         given = {id(x) for x in _tensors((args, kwargs))}
-        args, kwargs = _mapped(self._reference, (args, kwargs))
         made: list[_Made | None] = []
+        args, kwargs = _mapped(self._reference, (args, kwargs))
         for x in _tensors(result):
             if id(x) in given:
                 # written to in place
@@ -259,25 +260,35 @@ class CardGraph(PretendedGraph):
             number = _Made(len(self._steps) << 8 | len(made))
             self._made[id(x)] = weakref.ref(x), number
             made.append(number)
-        self._steps.append((func, args, kwargs, made))
+        places = [i for i, x in enumerate(args) if isinstance(x, (_Made, _Address))]
+        nested = any(isinstance(x, (list, tuple, dict)) and _refers((x,)) for x in args) or _refers(kwargs.values())
+        self._steps.append((func, list(args), kwargs, None if nested else [(i, args[i]) for i in places], made))
 
     def replay(self) -> None:
         card = self.card
         values: dict[int, torch.Tensor] = {}
 
         def there(x: Any) -> Any:
-            if isinstance(x, _Made):
+            if type(x) is _Made:
                 return values[x.number]
-            return x.tensor(card) if isinstance(x, _Address) else x
+            return x.tensor(card) if type(x) is _Address else x
 
         assert self._steps and PretendedGraph.capturing is None
         # what a graph computes lies in its own memory: nothing is allocated
         with torch._C._DisableTorchDispatch():
-            for func, args, kwargs, made in self._steps:
-                args, kwargs = _mapped(there, (args, kwargs))
-                for x, known in zip(_tensors(func(*args, **kwargs)), made):
+            for func, args, kwargs, places, made in self._steps:
+                if places is None:
+                    args, kwargs = _mapped(there, (args, kwargs))
+                else:
+                    for i, x in places:
+                        args[i] = there(x)
+                result = func._op(*args, **kwargs)
+                for x, known in zip((result,) if isinstance(result, torch.Tensor) else _tensors(result), made):
                     if known is not None:
                         values[known.number] = x
+                for i, _ in places or ():
+                    # it would keep their memory
+                    args[i] = None
             for output, number in self._outputs:
                 tensor = output()
                 if tensor is not None:
@@ -317,6 +328,16 @@ def _collect(leaves: Any, found: list[torch.Tensor]) -> None:
                 _collect(each, found)
         elif isinstance(each, dict):
             _collect(each.values(), found)
+
+
+def _refers(leaves: Any) -> bool:
+    """Whether a tensor that a graph reads is among the leaves."""
+    for each in leaves:
+        if isinstance(each, (_Made, _Address)):
+            return True
+        if isinstance(each, (list, tuple)) and _refers(each) or isinstance(each, dict) and _refers(each.values()):
+            return True
+    return False
 
 
 def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -384,6 +405,11 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(eight_bits_selection, "run", _constants_on_the_card(run))
     with card:
         yield card
+
+
+def apart() -> Any:
+    """Within, the card does not look at operations: for those of a twin, on the CPU alone."""
+    return torch._C._DisableTorchDispatch()
 
 
 def small_reserves(patch: pytest.MonkeyPatch, size: int) -> None:

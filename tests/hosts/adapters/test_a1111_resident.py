@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from ldm.modules import attention
+from pairs import one_of
 from pretended_card import GPU, Card, pretended_card
 from torch import nn
 
@@ -218,10 +219,12 @@ def test_with_lowvram_blocks_come_again_if_memory_runs_out(on: Running) -> None:
     assert on.picture(2) < 1e-3 and left_as_lowvram_has_it(on) and not on.host.errors
 
 
-BOTH = pytest.mark.parametrize("on", [(MEDVRAM, 1.9), (NONE, 1.9)], indirect=True)
+def one(number: int, room: float = 1.9) -> Any:
+    """With and without `--medvram` in turns."""
+    return pytest.mark.parametrize("on", one_of(number, (MEDVRAM, room), (NONE, room)), indirect=True)
 
 
-@BOTH
+@one(0)
 def test_a_lora_is_applied_on_the_gpu_and_followed_at_its_step(on: Running) -> None:
     on.picture(6)
     seen, apply = [], on.host.networks.network_apply_weights
@@ -240,7 +243,7 @@ def test_a_lora_is_applied_on_the_gpu_and_followed_at_its_step(on: Running) -> N
     assert on.away and on.counter("errors") == 0 and on.counter("captures") == 1
 
 
-@BOTH
+@one(1)
 def test_layers_that_a_lora_does_not_change_stay_where_they_are(on: Running) -> None:
     on.picture(7)
     seen, apply = [], on.host.networks.network_apply_weights
@@ -256,7 +259,7 @@ def test_layers_that_a_lora_does_not_change_stay_where_they_are(on: Running) -> 
     assert seen.count("cpu") > 5
 
 
-@pytest.mark.parametrize("on", [(MEDVRAM, 2.1), (NONE, 2.1)], indirect=True)
+@one(1, 2.1)
 def test_another_forward_over_the_unet_gets_its_weights(on: Running) -> None:
     on.picture(4)
     unet, original = on.unet, on.unet.forward
@@ -271,7 +274,7 @@ def test_another_forward_over_the_unet_gets_its_weights(on: Running) -> None:
     assert on.away and (error is None or "out of memory" in error["message"])
 
 
-@BOTH
+@one(1)
 def test_off_and_on_by_the_setting(on: Running) -> None:
     assert on.picture(4) < 0.06
     on.host.opts.data["sfast_eight_bits"] = False
@@ -283,7 +286,7 @@ def test_off_and_on_by_the_setting(on: Running) -> None:
     assert on.picture(2) < 1e-3
 
 
-@BOTH
+@one(0)
 def test_another_checkpoint(on: Running) -> None:
     on.picture(4)
     on.load(2)
@@ -293,7 +296,7 @@ def test_another_checkpoint(on: Running) -> None:
     assert on.counter("errors") == 0 and on.away
 
 
-@BOTH
+@one(1)
 def test_what_is_resident_is_about_half(on: Running) -> None:
     for _ in range(2):
         on.picture(3)

@@ -12,7 +12,8 @@ from typing import Any
 import eight_bit_kernels
 import pytest
 import torch
-from pretended_card import GPU, Card, pretended_card, small_reserves
+from pairs import one_of
+from pretended_card import GPU, Card, apart, pretended_card, small_reserves
 from torch import nn
 
 from hosts.standins.sdnext import Host, diffusers, hosted, network
@@ -91,7 +92,7 @@ class Running:
             self.devices.device = device
         generator = torch.Generator().manual_seed(seed)
         latent = torch.randn(1, 4, 16, 16, generator=generator).to(HALF)
-        with torch.no_grad():
+        with torch.no_grad(), apart():
             context = self.encoder(torch.randn(2, 7, 64, generator=generator).to(HALF))
             for step in range(steps):
                 t = torch.tensor(900 - 200 * step)
@@ -135,10 +136,14 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     health.clear()
 
 
-BOTH = pytest.mark.parametrize("on", [(1.9, "july"), (1.9, "august")], indirect=True)
+RELEASES = (1.9, "july"), (1.9, "august")
 
 
-@BOTH
+def release(number: int) -> Any:
+    return pytest.mark.parametrize("on", one_of(number, *RELEASES), indirect=True)
+
+
+@pytest.mark.parametrize("on", RELEASES, indirect=True)
 def test_weights_in_8_bits_move(on: Running) -> None:
     for _ in range(2):
         assert on.picture(steps=4) < 0.06
@@ -148,7 +153,7 @@ def test_weights_in_8_bits_move(on: Running) -> None:
     assert on.counter("errors") == 0 and on.counter("captures") == 1
 
 
-@BOTH
+@release(0)
 def test_a_lora_is_followed_at_its_step(on: Running) -> None:
     for _ in range(4):
         on.picture()
@@ -168,7 +173,7 @@ def in_8_bits(on: Running) -> None:
     assert sorted(away)[1] > 20
 
 
-@BOTH
+@release(1)
 def test_off_on_and_another_checkpoint(on: Running) -> None:
     for seed in (0, 1):
         in_8_bits(on)
