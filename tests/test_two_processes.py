@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ def together():
         time.sleep(0.001)
 
 """
-ADDED = START + """
+ADDED = """
 import torch
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.jobs.kept_calls import KeptCall, KeptCalls
@@ -54,11 +53,10 @@ for i in range(20):
     memory.put("attention", f"{name} {i}", choices.Choice("a", {"a": 1.0}))
     memory.save()
 """
-READ = START + """
+READ = """
 from sfast_ext import cache_folder, eight_bits, last_start
 
 last_start.FOLDER = lambda: folder
-together()
 for i in range(50):
     last_start.keep({"lines": [name] * 400})
     eight_bits.keep({"layers": i, "kept": [], "bytes": 0})
@@ -72,27 +70,19 @@ for i in range(50):
 """
 
 
-@pytest.fixture
-def both(tmp_path: Path) -> Callable[[str], Path]:
-    """Runs a script in two processes that begin together, with one new cache folder, which it returns."""
-
-    def run(script: str) -> Path:
-        folder, gate = tmp_path / "cache", tmp_path / "gate"
-        gate.mkdir()
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "SFAST_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-        commands = [[sys.executable, "-c", script, str(folder), name, str(gate)] for name in ("one", "two")]
-        processes = [
-            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands
-        ]
-        said = [process.communicate(timeout=120)[1] for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], said
-        return folder
-
-    return run
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new cache folder after two processes that began together have run `ADDED` and `READ` with it."""
+    folder, gate = tmp_path_factory.mktemp("two") / "cache", tmp_path_factory.mktemp("gate")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SFAST_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    commands = [[sys.executable, "-c", START + ADDED + READ, str(folder), name, str(gate)] for name in ("one", "two")]
+    processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    return folder
 
 
-def test_what_both_add_is_kept(both):
-    folder = both(ADDED)
+def test_what_both_add_is_kept(folder):
     kept = Measurements(lambda: folder).all()
     assert len(kept) == 40 <= KEPT
     for name in ("one", "two"):
@@ -106,8 +96,7 @@ def test_what_both_add_is_kept(both):
     assert sorted(json.loads((folder / "choices-x.json").read_text())["choices"]["attention"]) == names(20)
 
 
-def test_what_one_reads_is_never_half_of_what_the_other_writes(both):
-    folder = both(READ)
+def test_what_one_reads_is_never_half_of_what_the_other_writes(folder):
     assert not [each for each in folder.rglob("*") if each.name.startswith(".") and each.name != ".turn"]
 
 

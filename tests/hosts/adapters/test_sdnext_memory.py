@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from faulty import failing
+from pairs import one_of
 
 from hosts.standins.sdnext import HAS_GROUPS, diffusers, network
 from hosts.standins.sdnext_card import SD15, SDXL, STEPS, Proportions, card_host
@@ -63,7 +64,7 @@ def test_every_job_is_accelerated(
 
 
 @with_vae_plans
-@pytest.mark.parametrize(("like", "gib"), [(SD15, 8), (SDXL, 24)])
+@pytest.mark.parametrize(("like", "gib"), one_of(0, (SD15, 8), (SDXL, 24)))
 def test_settings_that_take_effect_at_once(open_card: Any, like: Proportions, gib: int) -> None:
     on = open_card(gib, like, release="august")
     expected = on.expected()
@@ -82,7 +83,7 @@ def test_settings_that_take_effect_at_once(open_card: Any, like: Proportions, gi
 
 
 @pytest.mark.skipif(not HAS_GROUPS, reason="this diffusers cannot offload by groups")
-@pytest.mark.parametrize(("like", "gib"), [(SD15, 12), (SDXL, 24)])
+@pytest.mark.parametrize(("like", "gib"), one_of(1, (SD15, 12), (SDXL, 24)))
 def test_a_network_that_stays_under_offload_by_groups(open_card: Any, like: Proportions, gib: int) -> None:
     on = open_card(gib, like, release="august")
     expected = on.expected()
@@ -135,7 +136,7 @@ def test_a_hires_pass_is_accelerated_too(open_card: Any) -> None:
     assert (job["runs"], job["captures"]) == (2 * STEPS, 0)
 
 
-@pytest.mark.parametrize("gib", [8, 12])
+@pytest.mark.parametrize("gib", one_of(0, 8, 12))
 def test_lora_is_followed_while_the_weights_come_and_go(open_card: Any, gib: int) -> None:
     on = open_card(gib, SDXL)
     layers = network(on.unet)
