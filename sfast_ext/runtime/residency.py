@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,8 +91,10 @@ def sync(context: ModuleContext, plan: Plan | None) -> int:
         except torch.cuda.OutOfMemoryError as exc:
             raise WeightsAway(reasons.NO_ROOM_FOR_WEIGHTS()) from exc
         return arena.sync()
-    copied = arena.sync()
+    copied, began, all_of_them = arena.sync(), time.perf_counter(), resident.audit_all
     due = resident.due()
+    if not all_of_them:
+        plan.recapture.waits_ms = 1000 * (time.perf_counter() - began)
     if due:
         _refuse_others(context)
         clear_way(context)

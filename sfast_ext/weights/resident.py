@@ -14,6 +14,7 @@ GPU.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,10 +24,11 @@ from torch import nn
 from sfast_ext import reasons
 from sfast_ext.weights import host_copies
 from sfast_ext.weights.aside import Aside, state_of
-from sfast_ext.weights.banks import Bank
+from sfast_ext.weights.banks import Bank, batches
 from sfast_ext.weights.digest import digest_of, digests_of
 from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
 from sfast_ext.weights.staging import Staging
+from sfast_ext.weights.streamed import Streamed
 from sfast_ext.weights.tracked import TrackedWeights
 from sfast_ext.weights.vacancy import vacancies
 from sfast_ext.weights.weight import Weight, WeightsAway, WeightSlot, paths_of, places_of, slots_at
@@ -50,6 +52,7 @@ class Resident:
         self._asides: dict[str, Aside] = {}
         self._copies = host_copies.HostCopies()
         self._turn = 0
+        self._thread = threading.local()
         self.device: torch.device | None = None
         """That of the banks."""
         self.audit_all = False
@@ -148,6 +151,8 @@ class Resident:
         leaving = {id(aside.now) for bank in banks for aside, _ in bank.sources}
         # no reference may keep memory on the GPU: graphs of plans that are gone are cycles
         left = [key for key, w in tracked.weights.items() if not w.plans and id(w.bound) in leaving]
+        # while it is known of which parameter they are
+        tracked.order.left({id(tracked.weights[key].bound) for key in left})
         for key in left:
             tracked.weights.pop(key).let_go()
         tracked.packs.drop_unread()
@@ -163,7 +168,7 @@ class Resident:
     def _fill(self, banks: Sequence[Bank], quantise: Quantise) -> None:
         left = False
         parts_left = {id(bank): len(bank.sources) for bank in banks}
-        for some in _batches(banks):
+        for some in batches(banks, BATCH_BYTES):
             for bank, *_ in some:
                 bank.occupy()
             asides = list({id(aside): aside for _, aside, _ in some}.values())
@@ -203,12 +208,12 @@ class Resident:
     def _audited(self, asides: list[Aside]) -> Iterator[Aside]:
         """Those whose values are others than their digest says, among all or the next ones in turn."""
         asides = [aside for aside in asides if aside.digest is not None]
-        count, left = len(asides), sum(_size(a) for a in asides) if self.audit_all else AUDITED_BYTES
+        count, left = len(asides), sum(a.bytes for a in asides) if self.audit_all else AUDITED_BYTES
         chosen: list[Aside] = []
         while left > 0 and len(chosen) < count:
             self._turn = (self._turn + 1) % count
             chosen.append(asides[self._turn])
-            left -= _size(chosen[-1])
+            left -= chosen[-1].bytes
         self.audit_all = False
         with torch.inference_mode(False), torch.no_grad():
             found = digests_of([live_tensor(aside.checked()) for aside in chosen])
@@ -296,6 +301,24 @@ class Resident:
                 found.append(source)
         return found
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether this thread is within `streamed`."""
+        return getattr(self._thread, "streams", False)
+
+    @contextlib.contextmanager
+    def streamed(self) -> Iterator[None]:
+        """Within, the original forward may run in this thread: see `Streamed`."""
+        assert self.device is not None
+        with torch.inference_mode(False), torch.no_grad():
+            values = list(map(live_tensor, self._elsewhere()))
+        self._thread.streams = True
+        try:
+            with Streamed(values, self.device):
+                yield
+        finally:
+            self._thread.streams = False
+
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
         """Within, the parameters in system memory are empty ones on the GPU: a host that moves the module there leaves
@@ -366,22 +389,4 @@ class Resident:
     @property
     def bytes(self) -> int:
         """What the parameters take in half precision."""
-        return sum(map(_size, self._asides.values()))
-
-
-def _size(aside: Aside) -> int:
-    return aside.shape.numel() * aside.dtype.itemsize
-
-
-def _batches(banks: Sequence[Bank]) -> Iterator[list[tuple[Bank, Aside, int]]]:
-    """What banks are made of, with its first row."""
-    some: list[tuple[Bank, Aside, int]] = []
-    size = 0
-    for bank, (aside, first) in ((each, source) for each in banks for source in each.sources):
-        if some and size + _size(aside) > BATCH_BYTES:
-            yield some
-            some, size = [], 0
-        some.append((bank, aside, first))
-        size += _size(aside)
-    if some:
-        yield some
+        return sum(aside.bytes for aside in self._asides.values())

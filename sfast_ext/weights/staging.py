@@ -73,6 +73,11 @@ class Staging:
             if self._pool is not None:
                 self._pool.shutdown()
 
+    def deliver(self, device: torch.device) -> None:
+        """What was copied is complete, in the order of the device's stream, before the end of the `with` block."""
+        if self._pieces:
+            self._next(device)
+
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """`to.copy_(source)`, through the buffers if `source` is on the CPU and `to` on the GPU."""
         staged = to.is_cuda and not source.is_cuda and is_dense(source) and not source.is_pinned()
