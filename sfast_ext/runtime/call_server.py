@@ -177,13 +177,13 @@ class CallServer:
     def _compared_with(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original forward's result, which a plan's is compared with."""
         if lookup.plan is not None and lookup.plan.resident:
-            context, containers = self._context, arguments.Containers(args, kwargs)
+            context, given = self._context, arguments.Containers(args, kwargs)
             try:
                 with _building() if context.parts else contextlib.nullcontext():
                     return context.run_streamed(context.slot.original, *args, **self._unconsumed(kwargs))
             except Exception as exc:
                 self._report.event("8 bits", f"all weights come back for a comparison: {type(exc).__name__}: {exc}")
-            containers.put_back()
+            given.put_back()
         return self.run_original(*args, **kwargs)
 
     def _is_compared(self, lookup: Lookup) -> bool:

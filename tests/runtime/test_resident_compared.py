@@ -12,11 +12,12 @@ from pretended_card import Card
 from torch import nn
 from torch.nn import functional as F
 
+from sfast_ext import accelerate
 from sfast_ext.runtime.eight_bits import SECOND_LOOK
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.weights.streamed import Streamed
 
-from .eight_bits import Net, On, changed
+from .eight_bits import HALF, Net, On, changed, net
 from .test_resident import CARD, away, card, halves, kernels, started  # noqa: F401
 
 
@@ -111,6 +112,38 @@ def test_what_cannot_be_run_so_gets_its_weights_back(
     assert away(on) in (0, len(halves(on.ours)))
 
 
+class OfList(Net):
+    """Takes its input out of a list."""
+
+    def forward(self, x: list[torch.Tensor]) -> torch.Tensor:
+        return super().forward(x.pop())
+
+
+def test_a_comparison_that_fails_leaves_lists_as_they_were(
+    card: Card, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    monkeypatch.setattr("runtime.eight_bits.Net", OfList)
+    ours = net().to("cuda")
+    acc = accelerate(ours, CARD)
+    for _ in range(SECOND_LOOK + 1):
+        ours([torch.randn(2, 128, 8).to(HALF).to("cuda")])
+    (plan,) = acc.plans.values()
+    assert plan.resident and plan.edits
+    real = Streamed._on_gpu
+
+    def fails(self: Streamed, x: torch.Tensor) -> torch.Tensor:
+        if max(x.shape) == 8 * min(x.shape):
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return real(self, x)
+
+    monkeypatch.setattr(Streamed, "_on_gpu", fails)
+    plan.compare_again = True
+    given = [torch.randn(2, 128, 8).to(HALF).to("cuda")]
+    assert ours(given).shape == (2, 128, 8) and given == []
+    assert acc.report.counter("weights_brought_back") == 1 and acc.report.counter("errors") == 0
+    acc.release()
+
+
 def test_a_plan_that_is_wrong_is_found_so(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     on = started(calls=SECOND_LOOK)
     monkeypatch.setattr(PlanRunner, "outputs", lambda self, plan, call, real=PlanRunner.outputs: [
@@ -167,8 +200,6 @@ def test_others_are_left_alone(card: Card) -> None:  # noqa: F811
 
 
 def test_a_network_as_a_whole(card: Card) -> None:  # noqa: F811
-    from .eight_bits import net
-
     ours: Net = net()
     x = torch.randn(2, 16, 8).to(torch.bfloat16)
     wanted = ours(x)
