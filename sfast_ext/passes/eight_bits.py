@@ -62,6 +62,8 @@ KERNELS = (
     quantise_rows.launch, quantise_weights.launch, linear8.launch, geglu8.launch, layer_norm8.launch,
     add_layer_norm8.launch,
 )  # fmt: skip
+ROOM_TO_MEASURE = 1 << 30
+"""So many bytes of weights leave first, if the GPU has no memory to measure layers next to all of them."""
 FIRST_BANKS = 24
 """Of the first launch that quantises weights: those of the first transformers of a UNet."""
 
@@ -111,8 +113,13 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     layers = [layer for layer in layers if layer.name not in selection.errors]
     wanted = [(c.name, c.weight) for c in found] + [(c.name, c.weight) for c in convolutions] if resident else []
 
-    def set_aside() -> None:
-        ctx.arena.set_aside((weight for name, weight in wanted if name not in selection.kept), ctx.device)
+    def set_aside(most: float = math.inf) -> None:
+        chosen, size = [], 0
+        for name, weight in wanted:
+            if name not in selection.kept and size < most:
+                chosen.append(weight)
+                size += weight.tensor.nbytes
+        ctx.arena.set_aside(chosen, ctx.device)
 
     if layers:
         errors = errors_of(gm, layers, ctx, set_aside)
@@ -146,7 +153,7 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 
 def errors_of(
-    gm: fx.GraphModule, layers: list[Layer], ctx: PassContext, set_aside: Callable[[], None]
+    gm: fx.GraphModule, layers: list[Layer], ctx: PassContext, set_aside: Callable[..., None]
 ) -> dict[str, Errors]:
     """See `measured`. Weights that are to leave the GPU are read there if its memory allows."""
     selection = ctx.eight_bits
@@ -154,9 +161,12 @@ def errors_of(
     measure = functools.partial(
         measured, gm, layers, selection.inputs, ctx.arena.read, by_bytes=selection.resident
     )
-    if selection.resident:
+    for leaving in (0.0, ROOM_TO_MEASURE) if selection.resident else ():
+        if leaving:
+            set_aside(leaving)
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
             return measure()
+    if selection.resident:
         set_aside()
     return measure()
 

@@ -245,7 +245,7 @@ def test_what_fails_as_weights_come_back_does_not_reach_the_host(
     card: Card, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     on = started()
-    place = {"staging": (weights_resident.Staging, "_copy"), "copies": (type(on.acc.arena.resident._copies), "keep"),
+    place = {"staging": (weights_resident.Staging, "copy"), "copies": (type(on.acc.arena.resident._copies), "keep"),
              "live": (type(on.acc.arena._tracked), "refresh_live")}[where]  # fmt: skip
     hook = on.ours.blocks[0].register_forward_hook(lambda module, given, result: result)
     with monkeypatch.context() as patch:
