@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from sfast_ext.plans.graph_facts import Recapture
 from sfast_ext.plans.payback import (
     REJECTED_CALLS,
     REJECTED_FOR,
     Payback,
-    Recapture,
     Rejection,
     Speculation,
     doubled,

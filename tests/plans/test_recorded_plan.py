@@ -17,8 +17,8 @@ from torch import nn
 from sfast_ext import Config, accelerate
 from sfast_ext.kernels.backend import pdl
 from sfast_ext.plans import plan
+from sfast_ext.plans.graph_facts import Recapture
 from sfast_ext.plans.graph_pool import GraphPool
-from sfast_ext.plans.payback import Recapture
 from sfast_ext.plans.recorded_run import CannotRepeat, RecordedRun
 from sfast_ext.runtime import verify
 from sfast_ext.runtime.plan_runner import PlanRunner
@@ -242,7 +242,7 @@ def test_a_rare_call_is_recorded_unless_it_is_long(ms: float, wanted: bool, monk
         vae.decoder, Config(allow_cpu=True, cuda_graphs=False, rare_calls=True, rare_gain=math.inf)
     )
     monkeypatch.setattr(plan.Plan, "record_launches", lambda *_: asked.append(True))
-    monkeypatch.setattr("sfast_ext.plans.payback.Stopwatch.milliseconds", lambda self: ms)
+    monkeypatch.setattr("sfast_ext.timing.Stopwatch.milliseconds", lambda self: ms)
     for _ in range(3):
         vae.decoder(vaes.part_input("decoder", 64, 64))
     assert len(accelerator.plans) == 1 and asked == [True] * wanted
