@@ -403,6 +403,7 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(quantise_rows, "hadamard", quantise_rows.hadamard.__wrapped__)
     run = _while(card, "in_plan", eight_bits_selection.run)
     patch.setattr(eight_bits_selection, "run", _constants_on_the_card(run))
+    patch.setattr(plan_builder, "exact", _constants_on_the_card(_while(card, "in_plan", plan_builder.exact)))
     with card:
         yield card
 

@@ -31,6 +31,10 @@ TIGHT = 10 << 30
 OTHERS_RESERVE = 2 << 30
 """Bytes of such a card that are left to other programs while a VAE runs."""
 
+GAPS = 1.25
+"""A block in which all values of a VAE find a place, as a multiple of what they take: 2.4 GB of 1024x1024 fit into 3.4
+and not into 2.8."""
+
 _LARGE = 256 << 20
 """A need of fewer bytes is met as it comes."""
 
@@ -74,8 +78,10 @@ def hold_one_block(needed: float) -> None:
     all the sizes of a VAE's values, into which others do not fit, take nearly twice the memory."""
     if needed >= _LARGE and _is_tight():
         torch.cuda.empty_cache()
-        with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            torch.empty(int(needed), dtype=torch.uint8, device=host_gpu.device())
+        for factor in (GAPS, 1.0):
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                torch.empty(int(factor * needed), dtype=torch.uint8, device=host_gpu.device())
+                break
 
 
 def _is_tight() -> bool:

@@ -9,9 +9,12 @@ of the prompt are taken as well, and so is what is not faster in 8 bits. Which o
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import operator
 from collections import defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +40,7 @@ from .eight_bits_attention import attention_candidates, choose
 from .eight_bits_conv_match import conv_candidates
 from .eight_bits_inputs import quantised, writer_of
 from .eight_bits_match import Candidate, matches, read_by_these_alone
-from .eight_bits_selection import LIMIT, Layer, measured
+from .eight_bits_selection import LIMIT, Errors, Layer, measured
 from .rewrite import (
     HALF,
     argument,
@@ -59,6 +62,8 @@ KERNELS = (
     quantise_rows.launch, quantise_weights.launch, linear8.launch, geglu8.launch, layer_norm8.launch,
     add_layer_norm8.launch,
 )  # fmt: skip
+ROOM_TO_MEASURE = 1 << 30
+"""So many bytes of weights leave first, if the GPU has no memory to measure layers next to all of them."""
 FIRST_BANKS = 24
 """Of the first launch that quantises weights: those of the first transformers of a UNet."""
 
@@ -94,8 +99,6 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
         # hosts ask the first parameter where the model is
         found = [c for c in read_by_these_alone(gm.graph, fit) if not ctx.arena.is_first(c.weight)]
         convolutions = read_by_these_alone(gm.graph, convolutions)
-        wanted = [(c.name, c.weight) for c in found] + [(c.name, c.weight) for c in convolutions]
-        ctx.arena.set_aside((weight for name, weight in wanted if name not in selection.kept), ctx.device)
     else:
         found = paying(fit, query_attention.fused_linears(gm.graph, ctx), ctx.device)
         if fit and not found and not convolutions:
@@ -108,12 +111,24 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     attentions = attention_candidates(gm.graph, ctx) if found else []
     layers += [Layer(a.name, a.node, None, operands=a.operands) for a in attentions]
     layers = [layer for layer in layers if layer.name not in selection.errors]
+    wanted = [(c.name, c.weight) for c in found] + [(c.name, c.weight) for c in convolutions] if resident else []
+
+    def set_aside(most: float = math.inf) -> None:
+        chosen, size = [], 0
+        for name, weight in wanted:
+            if name not in selection.kept and size < most:
+                chosen.append(weight)
+                size += weight.tensor.nbytes
+        ctx.arena.set_aside(chosen, ctx.device)
+
     if layers:
-        errors = measured(gm, layers, selection.inputs, ctx.arena.read, by_bytes=resident)
+        errors = errors_of(gm, layers, ctx, set_aside)
         if 1 < len(errors) < 2 * sum(math.isnan(each.least) for each in errors.values()):
             # the call of a black image says nothing of the layers: a later plan measures them
             return selection.decline(reasons.EIGHT_BITS_VALUES(), elsewhere_too=False)
         selection.learn(errors)
+    if resident:
+        set_aside()
     taken = [c for c in found if c.name not in selection.kept]
     if not taken:
         if any(c.name not in selection.kept for c in convolutions):
@@ -135,6 +150,25 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
         for candidate in some:
             rewrite(candidate, operands[groups[candidate.result]], weights[candidate.weight, groups[candidate.result]])
     return len(taken)
+
+
+def errors_of(
+    gm: fx.GraphModule, layers: list[Layer], ctx: PassContext, set_aside: Callable[..., None]
+) -> dict[str, Errors]:
+    """See `measured`. Weights that are to leave the GPU are read there if its memory allows."""
+    selection = ctx.eight_bits
+    assert selection is not None
+    measure = functools.partial(
+        measured, gm, layers, selection.inputs, ctx.arena.read, by_bytes=selection.resident
+    )
+    for leaving in (0.0, ROOM_TO_MEASURE) if selection.resident else ():
+        if leaving:
+            set_aside(leaving)
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            return measure()
+    if selection.resident:
+        set_aside()
+    return measure()
 
 
 def without_kernels(device: torch.device) -> Reason:

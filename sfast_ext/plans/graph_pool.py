@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -36,14 +37,13 @@ class NoGraph(Exception):
 class CapturedGraph:
     """A CUDA graph and the static tensors that it writes.
 
-    `size` is the growth of the pool in bytes, `share` the graph's weight in `max_graphs`.
+    `size` is the growth of the pool in bytes, `share` the graph's weight in `max_graphs`, `ms` the time of the capture
+    without what waits for the GPU and frees memory before it.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor], size: int) -> None:
-        self.graph = graph
-        self.outputs = outputs
-        self.size = size
-        self.share = 1.0
+        self.graph, self.outputs, self.size = graph, outputs, size
+        self.share, self.ms = 1.0, 0.0
 
     def free(self) -> None:
         """Destroy the graph and let go of its outputs.
@@ -208,7 +208,7 @@ class GraphPool:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph(keep_graph=True) if CAN_UPDATE_GRAPH else torch.cuda.CUDAGraph()
-        collecting, ended = gc.isenabled(), False
+        collecting, ended, began = gc.isenabled(), False, time.perf_counter()
         # a collection could run anybody's destructors on the capturing stream
         gc.disable()
         try:
@@ -239,7 +239,9 @@ class GraphPool:
                 gc.enable()
         grown = max(0, torch.cuda.memory_reserved(self.device) - before)
         self._reserved += grown
-        return CapturedGraph(graph, outputs, grown)
+        captured = CapturedGraph(graph, outputs, grown)
+        captured.ms = 1000 * (time.perf_counter() - began)
+        return captured
 
     def _reserve_arena(self, expected: int) -> None:
         """Start a new pool with one large block, which the allocator splits: many small ones would fragment."""

@@ -6,7 +6,8 @@ is this rule. It decides
 
 - whether a plan of a module that is called rarely is made: the price is the time to make it (`RareCalls`);
 - whether a plan for another kind of call is made: as well, unless the last plan was earned back (`Earnings`);
-- whether a CUDA graph that was evicted is captured again: the price is the time of a capture (`Recapture`);
+- whether a CUDA graph that was evicted is captured again: the price is the time of a capture (`graph_facts.Recapture`),
+  and it is paid ahead if the last stays were long enough;
 - whether a plan is made although the last ones were of no use: the price is a number of calls with the same behaviour,
   which doubles each time (`CaptureBackoff`);
 - whether a rejected key is tried again: a number of generations or calls, which doubles as well (`Rejection`);
@@ -174,30 +175,6 @@ def _remember(known: dict[Hashable, V], signature: Hashable, value: V) -> None:
     known[signature] = value
     while len(known) > MAX_SIGNATURES:
         del known[next(iter(known))]
-
-
-@dataclass
-class Recapture:
-    """When the CUDA graph of a plan is captured again after it was evicted; times in milliseconds.
-
-    On a small card the memory of graphs goes with each image, to the VAE or to the model that comes next. To capture
-    takes two runs of the CPU, a synchronisation, and the allocator's cache. Without a graph a run takes the CPU longer
-    (`recorded_run`), which a slow GPU hides. So the plan runs without one until that has cost what a capture costs.
-    """
-
-    capture: Payback = field(default_factory=Payback)
-    """The price is what the last capture took."""
-    without_ms: float | None = None
-    """A run without a graph."""
-
-    def ran_without(self, with_ms: float | None) -> None:
-        """A run without a graph, which takes `with_ms` with one."""
-        if self.without_ms is not None and with_ms is not None:
-            self.capture.pay(max(0.0, self.without_ms - with_ms))
-
-    def is_due(self, with_ms: float | None) -> bool:
-        """Whether to capture now. Also if times are not known."""
-        return with_ms is None or self.without_ms is None or self.capture.due
 
 
 MAX_KINDS = 256

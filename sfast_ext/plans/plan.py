@@ -15,9 +15,9 @@ from sfast_ext.kernels.backend import graph_branch, nvrtc
 from sfast_ext.kernels.backend.input_copies import Copies
 from sfast_ext.kernels.backend.pdl import MIN_CAPABILITY, in_pdl_capture, pdl_capture
 from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
+from sfast_ext.plans import graph_facts
 from sfast_ext.plans.graph_facts import View, bind_attributes, digest, hand_out, operation_counts, peak_bytes, readonly
 from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph, pool_of
-from sfast_ext.plans.payback import Recapture
 from sfast_ext.plans.recorded_run import RecordedRun
 from sfast_ext.plans.register_machine import Interpreter, plan_mode
 from sfast_ext.report import Report
@@ -107,7 +107,9 @@ class Plan:
         self._recorded: bool | None = None
         """Whether launches are repeated; None if that was not decided yet."""
         self._eager_runs = 0
-        self._recapture = Recapture()
+        self.recapture = graph_facts.Recapture()
+        self._runs_before = 0
+        """Those before its CUDA graph was evicted last."""
         self.output_tree = output_tree
         self._output_strides = list(output_strides)
         self.views: dict[int, View] = {}
@@ -132,7 +134,7 @@ class Plan:
         """Run the graph operation by operation. Returns the flat outputs as new tensors."""
         self._eager_runs += 1
         if self.pool is not None:
-            self._recapture.ran_without(self.ms_after)
+            self.recapture.ran_without(self.ms_after)
         with self._current():
             with plan_mode(self.device):
                 self._copy_tables()
@@ -159,7 +161,7 @@ class Plan:
                     recorded = self._served(RecordedRun)(Interpreter(self._graph_module), inputs)
                     self._function, self._recorded = self._served(recorded), True
                     _, ended = self._clocked(inputs)
-                self._recapture.without_ms = 1000 * ended
+                self.recapture.without_ms = 1000 * ended
         except Exception as exc:  # the plan is right without
             report.event("launches", f"they are not repeated: {type(exc).__name__}: {exc}")
 
@@ -172,9 +174,13 @@ class Plan:
         torch.cuda.synchronize(self.device)
         return launched - began, time.perf_counter() - began
 
+    def recaptures_at_once(self) -> bool:
+        """Whether the CUDA graph that was evicted is captured before a run without it, see `Recapture`."""
+        return self.was_captured and self.recapture.pays_at_once(self.ms_after, self.replays - self._runs_before)
+
     def waits_for_graph(self) -> bool:
         """Whether it runs without the CUDA graph that was evicted for now, see `Recapture`."""
-        return self.was_captured and self.graph is None and not self._recapture.is_due(self.ms_after)
+        return self.was_captured and self.graph is None and not self.recapture.is_due(self.ms_after)
 
     def _served(self, run: Callable[..., Any]) -> Callable[..., Any]:
         return run if self._triton else without_triton()(run)
@@ -232,7 +238,6 @@ class Plan:
                 self._copy_inputs(leaves)
             try:
                 outputs = self._warm_up(pool, inference)
-                began = time.perf_counter()
                 self.graph = pool.capture(
                     self._run_captured,
                     self._on_evict,
@@ -249,7 +254,7 @@ class Plan:
                 return None
             if CAN_UPDATE_GRAPH:
                 self._copies.join(*self.graph.handles())
-            self._recapture.capture.restart(1000 * (time.perf_counter() - began))
+            self.recapture.captured(self.graph.ms)
             report.count("graph_captures")
             self.state, self.was_captured = REPLAYING, True
             return outputs
@@ -332,7 +337,11 @@ class Plan:
         side, current = pool.side_stream(), torch.cuda.current_stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
+            began = time.perf_counter()
             outputs = self._run_static()
+            if self.was_captured and self._recorded is None:
+                # before the first capture kernels are compiled
+                self.recapture.without_ms = 1000 * (time.perf_counter() - began)
         current.wait_stream(side)
         with torch.inference_mode(inference), torch.no_grad():
             handed = self._copy_outputs(outputs)
@@ -378,7 +387,8 @@ class Plan:
         return handed
 
     def _on_evict(self) -> None:
-        self.graph = None
+        self.recapture.evicted(self.replays - self._runs_before)
+        self.graph, self._runs_before = None, self.replays
         self._set_static_inputs([])
         if self.state == REPLAYING:
             self.state = NO_GRAPH

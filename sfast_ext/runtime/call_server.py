@@ -170,7 +170,19 @@ class CallServer:
         return config.earned and not config.rare_calls and not rehearsing()
 
     def _run(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._runner.run(lookup, lambda: self.run_original(*args, **kwargs))
+        return self._runner.run(lookup, lambda: self._compared_with(lookup, args, kwargs))
+
+    def _compared_with(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original forward's result, which a plan's is compared with."""
+        if lookup.plan is not None and lookup.plan.resident:
+            context, given = self._context, arguments.Containers(args, kwargs)
+            try:
+                with _building() if context.parts else contextlib.nullcontext():
+                    return context.run_streamed(context.slot.original, *args, **self._unconsumed(kwargs))
+            except Exception as exc:
+                self._report.event("8 bits", f"all weights come back for a comparison: {type(exc).__name__}: {exc}")
+            given.put_back()
+        return self.run_original(*args, **kwargs)
 
     def _is_compared(self, lookup: Lookup) -> bool:
         """Whether a plan is to be compared with the original before its result is used, as the run showed."""

@@ -156,7 +156,7 @@ class ModuleContext:
 
     def run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward that reads the module's parameters, and is no plan."""
-        if not self.arena.resident:
+        if not self.arena.resident or self.arena.resident.is_streamed:
             with self.arena.order.host():
                 return forward(*args, **kwargs)
         for last in (False, False, True):
@@ -172,6 +172,15 @@ class ModuleContext:
                 if last or not self.arena.resident.out(self.device()):
                     return forward(*args, **kwargs)
         raise AssertionError
+
+    def run_streamed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`run_forward`, while weights that were set aside stay in system memory. Raises whatever an operation raises
+        that cannot be run so."""
+        with self.arena.order.host():
+            if not self.arena.resident.out(self.device()):
+                return forward(*args, **kwargs)
+            with self.arena.resident.streamed():
+                return forward(*args, **kwargs)
 
     def forget_aside(self) -> None:
         """No plan is left that needs weights to be set aside: they come back."""

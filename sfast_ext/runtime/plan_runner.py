@@ -156,10 +156,10 @@ class PlanRunner:
             if plan.graph is not None:
                 return plan.replay(call.leaves)
             if plan.no_graph_reason is None:
-                known = plan.was_captured
-                if plan.records_now():
+                known, at_once = plan.was_captured, plan.recaptures_at_once()
+                if not at_once and plan.records_now():
                     self.record_launches(plan, call)
-                if not plan.waits_for_graph():
+                if at_once or not plan.waits_for_graph():
                     outputs = self._capture_graph(plan, call)
                     if outputs is not None:
                         # Of one that was evicted the run before the capture serves this call. Of a new one the replay

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from sfast_ext.kernels.eight_bits import quantise_weights
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.plan import Plan
 from sfast_ext.runtime.model_state import ModuleContext
+from sfast_ext.weights.banks import Bank
 from sfast_ext.weights.weight import WeightsAway, WeightsInUse
 
 _MIN_ROOM = 0.3
@@ -90,23 +92,25 @@ def sync(context: ModuleContext, plan: Plan | None) -> int:
         except torch.cuda.OutOfMemoryError as exc:
             raise WeightsAway(reasons.NO_ROOM_FOR_WEIGHTS()) from exc
         return arena.sync()
-    copied = arena.sync()
+    copied, began, all_of_them = arena.sync(), time.perf_counter(), resident.audit_all
     due = resident.due()
+    if not all_of_them:
+        plan.recapture.waits_ms = 1000 * (time.perf_counter() - began)
     if due:
         _refuse_others(context)
         clear_way(context)
         with arena.exclusively(plan.device):
-            fill(context, plan)
+            fill(context, plan, due)
     return copied + len(due)
 
 
-def fill(context: ModuleContext, plan: Plan) -> None:
+def fill(context: ModuleContext, plan: Plan, due: list[Bank]) -> None:
     """Fill the resident banks that are due, in the order of the GPU's work. The caller holds `exclusively`."""
     pool, resident = plan.pool, context.arena.resident
     assert pool is not None
     stream = pool.begin_use()
     try:
-        resident.fill(resident.due(), quantise_weights.launch)
+        resident.fill(due, quantise_weights.launch)
     finally:
         pool.end_use(stream)
 
@@ -126,7 +130,7 @@ def settle(context: ModuleContext, plan: Plan) -> None:
         return
     with context.arena.exclusively(plan.device):
         context.arena.fetch()
-        fill(context, plan)
+        fill(context, plan, context.arena.resident.due())
 
 
 def clear_way(context: ModuleContext) -> None:

@@ -30,6 +30,11 @@ class Aside:
     digest: torch.Tensor | None = field(default=None, repr=False)
 
     @property
+    def bytes(self) -> int:
+        """What it takes in half precision."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
     def now(self) -> Any:
         """What the module holds."""
         container, name = self.slots[0]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -183,6 +183,20 @@ class Banks:
 def total(banks: Iterable[Bank]) -> int:
     """The bytes of banks, each counted once."""
     return sum(bank.bytes for bank in {id(bank): bank for bank in banks}.values())
+
+
+def batches(banks: Iterable[Bank], most: int) -> Iterator[list[tuple[Bank, Aside, int]]]:
+    """What resident banks are made of, with its first row, in groups of so many bytes."""
+    some: list[tuple[Bank, Aside, int]] = []
+    size = 0
+    for bank, (aside, first) in ((each, source) for each in banks for source in each.sources):
+        if some and size + aside.bytes > most:
+            yield some
+            some, size = [], 0
+        some.append((bank, aside, first))
+        size += aside.bytes
+    if some:
+        yield some
 
 
 def _layout(shape: torch.Size) -> tuple[tuple[torch.Size, torch.dtype], ...]:

@@ -14,6 +14,7 @@ GPU.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,16 +24,17 @@ from torch import nn
 from sfast_ext import reasons
 from sfast_ext.weights import host_copies
 from sfast_ext.weights.aside import Aside, state_of
-from sfast_ext.weights.banks import Bank
+from sfast_ext.weights.banks import Bank, batches
 from sfast_ext.weights.digest import digest_of, digests_of
 from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
-from sfast_ext.weights.staging import Staging
+from sfast_ext.weights.staging import Staging, to_system_memory
+from sfast_ext.weights.streamed import Streamed
 from sfast_ext.weights.tracked import TrackedWeights
 from sfast_ext.weights.vacancy import vacancies
 from sfast_ext.weights.weight import Weight, WeightsAway, WeightSlot, paths_of, places_of, slots_at
 
-AUDITED_BYTES = 128 << 20
-"""Whose digest is computed in each call: 3.7 GB, those of SDXL, are read within 30 calls."""
+AUDITED_BYTES = 32 << 20
+"""Whose digest is computed in each call: 3.7 GB, those of SDXL, are read within 120 calls."""
 BATCH_BYTES = 96 << 20
 """Half-precision values that are on the GPU at once while banks are filled."""
 
@@ -46,10 +48,8 @@ class Resident:
     are called while no plan of the model and no original forward runs."""
 
     def __init__(self, tracked: TrackedWeights) -> None:
-        self._tracked = tracked
-        self._asides: dict[str, Aside] = {}
-        self._copies = host_copies.HostCopies()
-        self._turn = 0
+        self._tracked, self._asides = tracked, dict[str, Aside]()
+        self._copies, self._turn, self._thread = host_copies.HostCopies(), 0, threading.local()
         self.device: torch.device | None = None
         """That of the banks."""
         self.audit_all = False
@@ -69,7 +69,7 @@ class Resident:
         return all(bank.ready for bank in self.banks)
 
     def is_aside(self, value: torch.Tensor) -> bool:
-        """Whether a parameter is one of these."""
+        """Whether a parameter is one of them."""
         return any(aside.now is value for aside in self._asides.values())
 
     def out(self, device: torch.device | None) -> bool:
@@ -134,7 +134,9 @@ class Resident:
         banks = self.banks
         used = {id(aside): aside for bank in banks for aside, _ in bank.sources}
         changed = {key for key, aside in used.items() if aside.seen != state_of(aside.checked())}
-        changed |= {id(aside) for aside in self._audited([a for key, a in used.items() if key not in changed])}
+        # what is quantised in any case need not be read before
+        read = {id(aside) for bank in banks if bank.ready for aside, _ in bank.sources} - changed
+        changed |= {id(aside) for aside in self._audited([used[key] for key in used if key in read])}
         return [b for b in banks if not b.ready or not changed.isdisjoint(id(aside) for aside, _ in b.sources)]
 
     def fill(self, banks: Sequence[Bank], quantise: Quantise) -> None:
@@ -148,28 +150,32 @@ class Resident:
         leaving = {id(aside.now) for bank in banks for aside, _ in bank.sources}
         # no reference may keep memory on the GPU: graphs of plans that are gone are cycles
         left = [key for key, w in tracked.weights.items() if not w.plans and id(w.bound) in leaving]
+        # while it is known of which parameter they are
+        tracked.order.left({id(tracked.weights[key].bound) for key in left})
         for key in left:
             tracked.weights.pop(key).let_go()
         tracked.packs.drop_unread()
         try:
-            with torch.inference_mode(False), torch.no_grad():
-                self._fill(banks, quantise)
+            staging = Staging()
+            with torch.inference_mode(False), torch.no_grad(), staging:
+                self._fill(banks, quantise, staging)
         except torch.cuda.OutOfMemoryError as exc:
             raise WeightsAway(reasons.NO_ROOM_FOR_WEIGHTS()) from exc
         finally:
             tracked.banks.look()
         tracked.copied += len(banks)
 
-    def _fill(self, banks: Sequence[Bank], quantise: Quantise) -> None:
+    def _fill(self, banks: Sequence[Bank], quantise: Quantise, staging: Staging) -> None:
         left = False
+        seen: list[tuple[Aside, tuple[Any, ...], torch.Tensor]] = []
         parts_left = {id(bank): len(bank.sources) for bank in banks}
-        for some in _batches(banks):
+        for some in batches(banks, BATCH_BYTES):
             for bank, *_ in some:
                 bank.occupy()
             asides = list({id(aside): aside for _, aside, _ in some}.values())
             held = [aside.checked() for aside in asides]
             states = list(map(state_of, held))
-            there = dict(zip(map(id, asides), self._on_gpu(held)))
+            there = dict(zip(map(id, asides), self._on_gpu(held, staging)))
             lists: list[list[Any]] = [[], [], [], [], []]
             for bank, aside, first in some:
                 value = there[id(aside)]
@@ -184,7 +190,7 @@ class Resident:
                 del value
             quantise(*lists)
             lists.clear()
-            digests = [digest_of(value).cpu() for value in there.values()]
+            digests = [digest_of(value) for value in there.values()]
             for bank, *_ in some:
                 parts_left[id(bank)] -= 1
                 bank.ready = bank.ready or not parts_left[id(bank)]
@@ -194,8 +200,12 @@ class Resident:
             moved = set(map(id, arriving))
             for aside, value, state, digest in zip(asides, held, states, digests):
                 # a parameter that just left has other memory, with the same values
-                aside.seen = state_of(value) if id(value) in moved else state
-                aside.digest = digest
+                seen.append((aside, state_of(value) if id(value) in moved else state, digest))
+        # the GPU is waited for once
+        sizes = [len(digest) for *_, digest in seen]
+        on_cpu = torch.cat([digest for *_, digest in seen]).cpu().split(sizes) if seen else ()
+        for (aside, state, _), digest in zip(seen, on_cpu):
+            aside.seen, aside.digest = state, digest
         if left:
             # a host that asks the driver how much is free is told of it
             torch.cuda.empty_cache()
@@ -203,12 +213,12 @@ class Resident:
     def _audited(self, asides: list[Aside]) -> Iterator[Aside]:
         """Those whose values are others than their digest says, among all or the next ones in turn."""
         asides = [aside for aside in asides if aside.digest is not None]
-        count, left = len(asides), sum(_size(a) for a in asides) if self.audit_all else AUDITED_BYTES
+        count, left = len(asides), sum(a.bytes for a in asides) if self.audit_all else AUDITED_BYTES
         chosen: list[Aside] = []
         while left > 0 and len(chosen) < count:
             self._turn = (self._turn + 1) % count
             chosen.append(asides[self._turn])
-            left -= _size(chosen[-1])
+            left -= chosen[-1].bytes
         self.audit_all = False
         with torch.inference_mode(False), torch.no_grad():
             found = digests_of([live_tensor(aside.checked()) for aside in chosen])
@@ -276,25 +286,46 @@ class Resident:
         torch.cuda.synchronize(self.device)
         host_copies.put_back_everywhere(leaving)
         with torch.inference_mode(False), torch.no_grad():
-            for value in leaving:
-                if value.is_cuda:
-                    set_data(value, live_tensor(value).to("cpu"))
+            rest = [v for v in leaving if v.is_cuda]
+            for value, there in zip(rest, to_system_memory([live_tensor(v) for v in rest])):
+                set_data(value, there)
             for value, original in laid:
                 if value.stride() != original:
                     layouts.restore(value, original)
         order.left(set(map(id, leaving)))
 
-    def _on_gpu(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        with torch.inference_mode(False), torch.no_grad(), Staging() as copy:
+    def _on_gpu(self, values: Sequence[torch.Tensor], staging: Staging | None = None) -> list[torch.Tensor]:
+        if staging is None:
+            with (own := Staging()):
+                return self._on_gpu(values, own)
+        assert self.device is not None
+        with torch.inference_mode(False), torch.no_grad():
             found = []
-            for value in values:
-                source = live_tensor(value)
+            for source in map(live_tensor, values):
                 if not source.is_cuda:
                     there = torch.empty(source.shape, dtype=source.dtype, device=self.device)
-                    copy(there, source)
+                    staging.copy(there, source)
                     source = there
                 found.append(source)
+            staging.deliver(self.device)
         return found
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether this thread is within `streamed`."""
+        return getattr(self._thread, "streams", False)
+
+    @contextlib.contextmanager
+    def streamed(self) -> Iterator[None]:
+        """Within, the original forward may run in this thread: see `Streamed`."""
+        assert self.device is not None
+        with torch.inference_mode(False), torch.no_grad():
+            values, self._thread.streams = list(map(live_tensor, self._elsewhere())), True
+        try:
+            with Streamed(values, self.device):
+                yield
+        finally:
+            self._thread.streams = False
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
@@ -366,22 +397,4 @@ class Resident:
     @property
     def bytes(self) -> int:
         """What the parameters take in half precision."""
-        return sum(map(_size, self._asides.values()))
-
-
-def _size(aside: Aside) -> int:
-    return aside.shape.numel() * aside.dtype.itemsize
-
-
-def _batches(banks: Sequence[Bank]) -> Iterator[list[tuple[Bank, Aside, int]]]:
-    """What banks are made of, with its first row."""
-    some: list[tuple[Bank, Aside, int]] = []
-    size = 0
-    for bank, (aside, first) in ((each, source) for each in banks for source in each.sources):
-        if some and size + _size(aside) > BATCH_BYTES:
-            yield some
-            some, size = [], 0
-        some.append((bank, aside, first))
-        size += _size(aside)
-    if some:
-        yield some
+        return sum(aside.bytes for aside in self._asides.values())

@@ -11,7 +11,7 @@ that takes a turn of the scheduler for each of a UNet's 700 weights.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -62,7 +62,7 @@ class Staging:
         self._helpers = 0
 
     def __enter__(self) -> Copy:
-        return self._copy
+        return self.copy
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
@@ -73,7 +73,12 @@ class Staging:
             if self._pool is not None:
                 self._pool.shutdown()
 
-    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+    def deliver(self, device: torch.device) -> None:
+        """What was copied is complete, in the order of the device's stream, before the end of the `with` block."""
+        if self._pieces:
+            self._next(device)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """`to.copy_(source)`, through the buffers if `source` is on the CPU and `to` on the GPU."""
         staged = to.is_cuda and not source.is_cuda and is_dense(source) and not source.is_pinned()
         if not staged or not self._allocated():
@@ -128,12 +133,8 @@ class Staging:
         """Fill the first buffer with what was staged, and copy it to the GPU."""
         if self._pieces:
             assert self._pool is not None
-            left = deque(_tasks((filled.numpy(), source.numpy()) for _, filled, source in self._pieces))
             # each thread takes what is next until nothing is left: few wake-ups, and none waits for a slow one's share
-            others = [self._pool.submit(_fill, left) for _ in range(self._helpers)]
-            _fill(left)
-            for other in others:
-                other.result()
+            _share(self._pool, self._helpers, [(filled.numpy(), source.numpy()) for _, filled, source in self._pieces])
             for to, filled, _ in self._pieces:
                 to.copy_(filled, non_blocking=True)
             self._pieces.clear()
@@ -178,6 +179,85 @@ def _fill(left: deque[list[_Copy]]) -> None:
             return
         for to, source in task:
             to[:] = source
+
+
+def to_system_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors of a GPU in new system memory, as `to("cpu")` makes them. Threads empty one pinned buffer, and
+    touch new pages, while the other is filled."""
+    threads = min(torch.get_num_threads(), _MAX_THREADS)
+    if threads < _MIN_THREADS or sum(t.nbytes for t in tensors) < BUFFER_BYTES or not tensors[0].is_cuda:
+        return [tensor.to("cpu") for tensor in tensors]
+    try:
+        buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        buffers[0].numpy()
+    except RuntimeError:
+        # as in `Staging`
+        return [tensor.to("cpu") for tensor in tensors]
+    stream = torch.cuda.current_stream(tensors[0].device)
+
+    def mark() -> Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    return _through(buffers, tensors, threads, mark)
+
+
+def _through(
+    buffers: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], threads: int, mark: Callable[[], Event]
+) -> list[torch.Tensor]:
+    """Copies of tensors in new system memory, through two buffers. `mark` gives what waits until all that was copied to
+    buffers before is there."""
+    made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) if is_dense(t) else t.to("cpu") for t in tensors]
+    pairs = [(in_memory_order(to).view(torch.uint8), in_memory_order(source).view(torch.uint8))
+             for to, source in zip(made, tensors) if is_dense(source)]  # fmt: skip
+    with ThreadPoolExecutor(threads - 1, thread_name_prefix="sfast: weights") as pool:
+        emptied: list[_Copy] = []
+        for number, group in enumerate(_groups(pairs, len(buffers[0]))):
+            buffer, filled, used = buffers[number % 2], [], 0
+            for to, source in group:
+                place = buffer[used : used + len(to)]
+                place.copy_(source, non_blocking=True)
+                filled.append((to.numpy(), place.numpy()))
+                used += -(-len(to) // _ALIGNED) * _ALIGNED
+            arrived = mark()
+            # the other buffer, while this one is filled
+            _share(pool, threads - 1, emptied)
+            arrived.synchronize()
+            emptied = filled
+        _share(pool, threads - 1, emptied)
+    return made
+
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _groups(pairs: Iterable[_Pair], size: int) -> Iterator[list[_Pair]]:
+    """Pairs of bytes in groups that fit into a buffer of so many, large ones in parts."""
+    group: list[_Pair] = []
+    used = 0
+    for to, source in pairs:
+        done = 0
+        while done < len(to):
+            n = min(len(to) - done, size - used)
+            if n <= 0:
+                yield group
+                group, used = [], 0
+                continue
+            group.append((to[done : done + n], source[done : done + n]))
+            done += n
+            used += -(-n // _ALIGNED) * _ALIGNED
+    if group:
+        yield group
+
+
+def _share(pool: ThreadPoolExecutor, helpers: int, copies: list[_Copy]) -> None:
+    """Copy by several threads, and wait for them."""
+    left = deque(_tasks(copies))
+    others = [pool.submit(_fill, left) for _ in range(helpers if left else 0)]
+    _fill(left)
+    for other in others:
+        other.result()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

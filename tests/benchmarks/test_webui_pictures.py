@@ -74,7 +74,8 @@ def test_caches_of_the_cases_of_the_first_image(tmp_path):
 
 def test_words_of_cases_in_8_bits():
     larger, today, eight = eight_bits.cases_of("a1111", [6])
-    assert (today.flags, eight.flags, eight.way) == ("--medvram", "--medvram", "eight")
+    both = f"--medvram {eight_bits.SDP}"
+    assert (today.flags, eight.flags, eight.way) == (both, both, "eight")
     memory = [{"bytes": 5 << 30, "unet": 3 << 30}]
     rows = {
         larger: {"step_ms": 25.0, "image_s": 1.0},

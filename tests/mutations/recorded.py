@@ -59,12 +59,12 @@ MUTATIONS = [
         ("kernels/backend/test_choices.py::test_measurements_are_nothing_to_be_repeated",),
     ),
     Mutation(
-        "an evicted graph that stays away", "plans/payback.py",
+        "an evicted graph that stays away", "plans/graph_facts.py",
         "or self.capture.due", "or True",
         (_PLAN + "test_an_evicted_graph_stays_away_if_it_would_gain_nothing",),
     ),
     Mutation(
-        "an evicted graph that comes back", "plans/payback.py",
+        "an evicted graph that comes back", "plans/graph_facts.py",
         "or self.capture.due", "or False",
         (_PLAN + "test_an_evicted_graph_is_captured_again_when_runs_without_it_have_cost_as_much",),
     ),

@@ -115,4 +115,19 @@ MUTATIONS = [
         "accelerator.arena.restore_layout_temporarily()", "pass",
         ("hosts/adapters/test_a1111_resident.py::test_with_lowvram_the_unet_comes_as_a_whole",),
     ),
+    Mutation(
+        "writes to weights that come for one operation", "weights/streamed.py",
+        "raise NotStreamed(str(function))", "pass",
+        ("runtime/test_resident_compared.py::test_others_are_left_alone",),
+    ),
+    Mutation(
+        "weights that are let go, and their order", "weights/resident.py",
+        "tracked.order.left({id(tracked.weights[key].bound) for key in left})", "pass",
+        (_BYTES + "test_what_is_let_go_as_banks_are_filled_is_in_no_order",),
+    ),
+    Mutation(
+        "lists that a comparison emptied", "runtime/call_server.py",
+        "given.put_back()", "pass",
+        ("runtime/test_resident_compared.py::test_a_comparison_that_fails_leaves_lists_as_they_were",),
+    ),
 ]

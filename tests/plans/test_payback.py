@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from sfast_ext.plans.graph_facts import Recapture
 from sfast_ext.plans.payback import (
     REJECTED_CALLS,
     REJECTED_FOR,
     Payback,
-    Recapture,
     Rejection,
     Speculation,
     doubled,
@@ -55,3 +55,47 @@ def test_a_graph_comes_back_once_runs_without_it_have_cost_a_capture():
     recapture.ran_without(2.5)  # a graph would be slower
     recapture.ran_without(None)
     assert not recapture.is_due(2.5) and recapture.capture.paid == 0
+
+
+def again(stays=(), without=None, with_ms=1.0, price=10.0, runs=0, waits=0.0):
+    """Whether a graph is captured at once after stays of so many runs."""
+    recapture = Recapture()
+    recapture.captured(price)
+    recapture.without_ms, recapture.waits_ms = without, waits
+    for stay in stays:
+        recapture.evicted(stay)
+    return recapture.pays_at_once(with_ms, runs)
+
+
+@pytest.mark.parametrize(
+    ("given", "at_once"),
+    [
+        ({}, False),  # nothing is known
+        ({"stays": [20]}, True),
+        ({"stays": [7]}, False),  # too few for what is not known
+        ({"stays": [20], "with_ms": 150.0}, False),  # the GPU hides the CPU's time
+        ({"stays": [20], "with_ms": None}, False),
+        ({"stays": [20], "without": 2.0}, True),
+        ({"stays": [20], "without": 1.4}, False),
+        ({"stays": [20], "without": 0.5}, False),  # a graph would be slower
+        ({"stays": [20], "without": 1.4, "waits": 0.2}, True),
+        ({"stays": [20], "without": 2.0, "runs": 9}, True),
+        ({"stays": [20], "without": 2.0, "runs": 11}, False),
+        ({"stays": [20], "without": 2.0, "runs": 30}, False),
+        ({"stays": [20, 1], "without": 2.0}, False),  # evicted for each preview
+        ({"stays": [1, 20, 20], "without": 2.0}, True),
+        ({"stays": [20, 0], "without": 2.0}, True),  # evicted while it was not used
+        ({"stays": [6], "without": 61.0, "price": 300.0}, True),
+        ({"stays": [4], "without": 61.0, "price": 300.0}, False),
+    ],
+)
+def test_a_graph_comes_back_at_once_if_the_stay_is_expected_to_give_it_back(given, at_once):
+    assert again(**given) == at_once
+
+
+def test_the_price_is_that_of_the_quickest_capture():
+    recapture = Recapture()
+    for taken, price in ((5000.0, 5000.0), (200.0, 200.0), (900.0, 200.0)):
+        recapture.captured(taken)
+        assert recapture.capture.price == price and recapture.capture.paid == 0
+        recapture.capture.pay(7.0)

@@ -18,8 +18,8 @@ from benchmarks import vaes
 from sfast_ext import Config, accelerate
 from sfast_ext.kernels.backend import pdl
 from sfast_ext.plans import plan
+from sfast_ext.plans.graph_facts import Recapture
 from sfast_ext.plans.graph_pool import GraphPool
-from sfast_ext.plans.payback import Recapture
 from sfast_ext.plans.recorded_run import CannotRepeat, RecordedRun
 from sfast_ext.runtime import verify
 from sfast_ext.runtime.plan_runner import PlanRunner
@@ -131,7 +131,7 @@ def evicted(pair: Pair, pool: GraphPool, monkeypatch: pytest.MonkeyPatch, withou
     made = only_plan(pair)
     assert made.has_graph and made.ms_after == 1.0
     monkeypatch.setattr(made, "_clocked", lambda inputs: (without_ms / 1000, without_ms / 1000))
-    made._recapture.capture.price = capture_ms
+    made.recapture.capture.price = capture_ms
     pool.make_room(pair.acc.report)
     assert not made.has_graph
     return made
@@ -149,12 +149,37 @@ def test_an_evicted_graph_is_captured_again_when_runs_without_it_have_cost_as_mu
     runs = pair.counter("graph_captures")
     pair.plan_runs_again(1)
     assert made.has_graph and pair.counter("graph_captures") == runs + 1
-    made._recapture.capture.price = 1.5
+    # the last stay was of two runs
+    made.recapture.capture.price = 2.5
     pool.make_room(pair.acc.report)
-    pair.plan_runs_again(2)
+    pair.plan_runs_again(3)
     assert not made.has_graph  # nothing was lost before
     pair.plan_runs_again(1)
     assert made.has_graph
+    pair.release()
+
+
+def test_a_graph_that_goes_with_each_image_comes_back_before_its_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pretend_a_gpu(monkeypatch)
+    pair = Pair(config=GRAPHS)
+    made = evicted(pair, pool, monkeypatch, without_ms=2.0, capture_ms=8.0)
+    for image, at_once in enumerate((False, False, True, True)):
+        # the first stay was of two runs
+        captures, eager = pair.counter("graph_captures"), pair.counter("eager_runs")
+        pair.plan_runs_again(20)
+        assert made.has_graph and pair.counter("graph_captures") == captures + 1
+        assert (pair.counter("eager_runs") - eager == 0) == at_once, image
+        made.recapture.without_ms, made.recapture.capture.price = 2.0, 8.0
+        pool.make_room(pair.acc.report)
+    # a preview after each step
+    captures = 0
+    for step in range(8):
+        made.recapture.without_ms, made.recapture.capture.price = 2.0, 100.0
+        if step == 3:
+            captures = pair.counter("graph_captures")
+        pair.plan_runs_again(1)
+        pool.make_room(pair.acc.report)
+    assert pair.counter("graph_captures") == captures
     pair.release()
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from sfast_ext import Config
 from sfast_ext.kernels.backend import health
+from sfast_ext.passes import eight_bits as passes_eight_bits
 from sfast_ext.plans.graph_pool import MB, pool_of
 from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.weights import resident as weights_resident
@@ -244,7 +245,7 @@ def test_what_fails_as_weights_come_back_does_not_reach_the_host(
     card: Card, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     on = started()
-    place = {"staging": (weights_resident.Staging, "_copy"), "copies": (type(on.acc.arena.resident._copies), "keep"),
+    place = {"staging": (weights_resident.Staging, "copy"), "copies": (type(on.acc.arena.resident._copies), "keep"),
              "live": (type(on.acc.arena._tracked), "refresh_live")}[where]  # fmt: skip
     hook = on.ours.blocks[0].register_forward_hook(lambda module, given, result: result)
     with monkeypatch.context() as patch:
@@ -302,3 +303,45 @@ def test_the_original_has_its_strides_next_to_weights_in_system_memory(
         each.conv.register_forward_hook(lambda module, given, result: seen.append(result.stride()))
     # the hook bypasses the call
     assert on.error() < 0.01 and len(seen) == 2 and seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_layers_are_measured_before_their_weights_leave(
+    card: Card, monkeypatch: pytest.MonkeyPatch, short: bool
+) -> None:
+    """If the GPU has no memory for that, they leave before."""
+    places: list[bool] = []
+    on = On(CARD, "cuda")
+    real = passes_eight_bits.measured
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        places.append(away(on) == 0)
+        if short and len(places) == 1:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(passes_eight_bits, "measured", measured)
+    for _ in range(3):
+        assert on.error() < 0.05
+    assert places == [True, False][: 1 + short]
+    assert on.status()["layers"] == LAYERS and on.plan.resident and away(on) == len(halves(on.ours))
+    assert on.count("errors") == 0 and on.status()["reason"] is None
+
+
+def test_a_layer_whose_error_is_too_large_never_leaves(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    real = weights_resident.Resident._leave
+    monkeypatch.setattr(weights_resident.Resident, "_leave", lambda self, values: (
+        left.extend(map(id, values := list(values))), real(self, values)))  # fmt: skip
+    measure = passes_eight_bits.measured
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        return {
+            name: error._replace(plain=0.9, rotated=0.9) if "ff_out" in name else error
+            for name, error in measure(*args, **kwargs).items()
+        }
+
+    monkeypatch.setattr(passes_eight_bits, "measured", measured)
+    on = started()
+    assert len(on.status()["kept"]) == 2 and on.plan.resident and away(on) == len(halves(on.ours)) - 2
+    assert not any(id(block.ff_out.weight) in left for block in on.ours.blocks)

@@ -13,8 +13,9 @@ from pretended_card import Card
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sfast_ext import Accelerator, Config, accelerate
-from sfast_ext.runtime import verify
+from sfast_ext import Accelerator, Config, accelerate, reasons
+from sfast_ext.kernels.eight_bits import quantise_weights
+from sfast_ext.runtime import residency, verify
 
 from .eight_bits import HALF
 from .test_resident import CARD, OFF, card, kernels  # noqa: F401
@@ -180,6 +181,24 @@ def test_the_original_has_its_weights_as_the_host_laid_them(card: Card) -> None:
     on.acc.release()
     assert {n: p.stride() for n, p in on.ours.named_parameters()} == strides and not on.away()
     assert on.acc.report.counter("errors") == 0
+
+
+def test_what_is_let_go_as_banks_are_filled_is_in_no_order(card: Card) -> None:  # noqa: F811
+    on = On()
+    assert on.error() < 0.06 and on.error() < 0.06
+    context, order = on.acc._context, on.acc.arena._tracked.order
+    # a plan without 8 bits lays weights channels last, and the original has them in its order
+    context.model.eight_bits.reason = reasons.EIGHT_BITS_NO_GAIN()
+    assert on.error(16) < 0.02
+    with torch.enable_grad():
+        on.ours(torch.randn(2, 4, 12, 12).to(HALF).cuda(), torch.randn(2, 7, PROMPT).to(HALF).cuda())
+    assert order._differing()
+    context.model.eight_bits.reason = None
+    residency.clear_way(context)
+    with context.arena.exclusively(torch.device("cuda", 0)):
+        context.arena.resident.fill(context.arena.resident.due(), quantise_weights.launch)
+    assert all(weight.bound is not None and weight.tensor.device.type != "meta" for weight in order._differing())
+    assert on.error() < 0.06 and sorted(on.away()) == sorted(IN_8_BITS) and on.acc.report.counter("errors") == 0
 
 
 def test_a_prompt_with_outliers_is_rotated(card: Card) -> None:  # noqa: F811

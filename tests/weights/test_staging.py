@@ -179,3 +179,33 @@ def test_on_a_gpu_the_sources_may_be_written_afterwards(size):
         source.fill_(7)
     for to, values in zip(there, expected):
         assert torch.equal(to.cpu(), values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.bool])
+@pytest.mark.parametrize("size", [64, 1000, 1 << 20])
+@pytest.mark.parametrize("threads", [2, 5])
+def test_what_leaves_the_gpu_is_exact(dtype, size, threads):
+    torch.manual_seed(size)
+    layouts = ("plain", "channels last")
+    sources = [laid((torch.randn(shape) * 9).to(dtype), layout) for shape in SHAPES for layout in layouts]
+    sources += [torch.randn(40, 30).to(dtype)[:, 3:20], torch.randn(9, 1).to(dtype).expand(9, 4)]
+    buffers = [torch.full((size,), 0xAA, dtype=torch.uint8) for _ in range(2)]
+    waits = []
+
+    class Event:
+        def synchronize(self):
+            waits.append(size)
+
+    made = staging._through(buffers, sources, threads, Event)
+    for found, source in zip(made, sources, strict=True):
+        assert torch.equal(found, source) and found.dtype == source.dtype
+        if source.numel() and is_dense(source):
+            assert found.stride() == source.stride() and found.data_ptr() != source.data_ptr()
+    total = sum(source.nbytes for source in sources if is_dense(source))
+    assert len(waits) >= total / size
+
+
+def test_on_a_cpu_nothing_is_staged():
+    values = [torch.randn(5, 5), torch.randn(3)]
+    assert all(map(torch.equal, staging.to_system_memory(values), values))
+    assert staging.to_system_memory([]) == []

@@ -153,7 +153,7 @@ def test_weights_are_fetched_without_a_second_copy(card: Card) -> None:
     assert case.counts("captures", "graph_captures", "replays") == [1, 2, 7]
 
 
-@pytest.mark.parametrize("fails", ["_copy", "_send"])
+@pytest.mark.parametrize("fails", ["copy", "_send"])
 def test_a_fetch_that_fails_leaves_the_host_its_weights(card: Card, fails: str) -> None:
     case = Case(card)
     case.to("cpu")

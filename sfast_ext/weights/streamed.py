@@ -1,0 +1,106 @@
+"""A forward on the GPU whose weights stay in system memory: each comes for the operation that reads it.
+
+It takes as long as to move all weights once, and of the GPU's memory no more than the largest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sfast_ext.weights.original_layout import live_tensor
+from sfast_ext.weights.staging import Staging
+
+
+class NotStreamed(Exception):
+    """An operation writes to a weight."""
+
+
+class Streamed(TorchDispatchMode):
+    """Within, operations of this thread read some tensors in system memory as if they were on a GPU. What they are on
+    is still seen by who asks for their device: what then goes wrong raises.
+
+    Args:
+        values: these tensors. What shares their memory counts as well.
+    """
+
+    def __init__(self, values: Iterable[torch.Tensor], device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        # while they are held no other storage has their address
+        self._held = {value.untyped_storage()._cdata: value for value in values}
+        self._staging = Staging()
+
+    def __enter__(self) -> Streamed:
+        self._copy = self._staging.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        super().__exit__(kind, *rest)
+        self._staging.__exit__(kind, *rest)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = [x for x in tensors((args, kwargs)) if self._is_held(x)]
+        if not read or _is_view(function):
+            return function(*args, **kwargs)
+        if any(self._is_held(x) for x in _written(function, args, kwargs)):
+            raise NotStreamed(str(function))
+        there = {id(x): self._on_gpu(x) for x in read}
+        self._staging.deliver(self._device)
+        args, kwargs = _replaced(args, there), _replaced(kwargs, there)
+        return function(*args, **kwargs)
+
+    def _is_held(self, x: torch.Tensor) -> bool:
+        # others have no storage that can be asked for
+        plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
+        return plain and x.untyped_storage()._cdata in self._held
+
+    def _on_gpu(self, x: torch.Tensor) -> torch.Tensor:
+        # all from its first element to its last: it may be expanded, or a part
+        reach = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride())) if x.numel() else 0
+        with torch.inference_mode(False), torch.no_grad():
+            source = live_tensor(x).as_strided((reach,), (1,))
+            there = torch.empty(reach, dtype=x.dtype, device=self._device)
+            self._copy(there, source)
+            return there.as_strided(x.shape, x.stride())
+
+
+def tensors(structure: Any) -> Iterator[torch.Tensor]:
+    """The tensors in tuples, lists and dicts."""
+    if isinstance(structure, torch.Tensor):
+        yield structure
+    elif isinstance(structure, (list, tuple)):
+        for x in structure:
+            yield from tensors(x)
+    elif isinstance(structure, dict):
+        yield from tensors(list(structure.values()))
+
+
+def _replaced(structure: Any, there: dict[int, torch.Tensor]) -> Any:
+    if isinstance(structure, torch.Tensor):
+        return there.get(id(structure), structure)
+    if isinstance(structure, (list, tuple)):
+        return type(structure)([_replaced(x, there) for x in structure])
+    if isinstance(structure, dict):
+        return {name: _replaced(x, there) for name, x in structure.items()}
+    return structure
+
+
+def _is_view(function: Any) -> bool:
+    """Whether an operation gives another view of memory, and reads none of it."""
+    schema = function._schema
+    aliases = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
+    return bool(aliases) and all(aliases) and not schema.is_mutable
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    declared = function._schema.arguments
+    named = {**dict(zip((a.name for a in declared), args)), **kwargs}
+    for argument in declared:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors(named.get(argument.name))
