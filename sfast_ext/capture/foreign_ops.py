@@ -1,4 +1,5 @@
-"""Recording of attention by xformers, flash_attn, SageAttention and PyTorch's flex_attention.
+"""Recording of attention by xformers, flash_attn, SageAttention and PyTorch's flex_attention, and of what
+`integer_products` knows.
 
 The operators of these libraries have no fake implementations, at least in some versions. So the call is recorded, not
 the operators that it runs. A call of xformers becomes PyTorch's scaled dot product attention, which computes the same
@@ -23,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext import reasons
 from sfast_ext.call_signature import NotOurs, autocast_mode
-from sfast_ext.capture import opaque
+from sfast_ext.capture import integer_products, opaque
 from sfast_ext.capture.interception import intercepted
 from sfast_ext.reasons import one_line
 
@@ -76,7 +77,7 @@ def recorders() -> dict[FunctionType, Recorder]:
     for name, function in dict(vars(sage) if sage is not None else {}).items():
         if name.startswith("sageattn") and isinstance(function, FunctionType):
             found[function] = _refused if name.endswith("varlen") else _sage
-    return found
+    return found | integer_products.recorders()
 
 
 # --- xformers ---

@@ -70,7 +70,13 @@ def layer_reason(path: str, module: nn.Module, value: Any) -> Reason | None:
         return None
     # torch.ao keeps the weights of a layer in a separate module
     path = path.removesuffix("._packed_params")
-    return reasons.QUANTISED_LAYER(path or type(module).__name__, library)
+    return reasons.QUANTISED_LAYER(path or type(module).__name__, f"{library}{_format(module, value)}")
+
+
+def _format(module: nn.Module, value: Any) -> str:
+    """The format of a weight in the words of its file or of its library, if one of them says it."""
+    names = getattr(module, "quant_format", None), getattr(value, "_layout_cls", None)
+    return next((f" ({name})" for name in names if isinstance(name, str)), "")
 
 
 def _library(module: nn.Module, value: Any) -> str | None:

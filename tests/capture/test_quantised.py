@@ -109,6 +109,21 @@ def test_the_library_and_the_layer_are_named(library, name, layer):
     assert captures == 0
 
 
+@pytest.mark.parametrize("of_layer, of_weight, said", [
+    ("int8_tensorwise", "TensorWiseINT8Layout", " (int8_tensorwise)"),
+    (None, "TensorCoreFP8Layout", " (TensorCoreFP8Layout)"), ("mxfp8", None, " (mxfp8)"),
+    (None, None, ""), (7, object(), ""),
+])  # fmt: skip
+def test_the_format_is_named(library, of_layer, of_weight, said):
+    net, code = made(), library("some_library")
+    layer = net.inner[2]
+    layer.weight = code.Packed(integers(layer.weight))
+    layer.__class__ = code.Data
+    layer.quant_format, layer.weight._layout_cls = of_layer, of_weight
+    named = f"the model is quantised: its layer inner.2 by some_library{said}"
+    assert reasons(net)[0] == [f"{named}; such layers are not accelerated"]
+
+
 def test_torch_ao_is_named():
     quantize_dynamic = pytest.importorskip("torch.ao.quantization").quantize_dynamic
     if torch.backends.quantized.engine == "none":

@@ -143,4 +143,14 @@ MUTATIONS = [
         "return pinned.isdisjoint([x, weight, scales, result]) and", "return",
         (_LAYER + "test_an_input_that_is_written_later_stays",),
     ),
+    Mutation(
+        "products by Triton that are none of integers", "capture/integer_products.py",
+        "a.dtype == b.dtype == torch.int8", "True",
+        ("capture/test_integer_products.py::test_operands_that_are_no_integers_are_left",),
+    ),
+    Mutation(
+        "the bias of a product by Triton", "capture/integer_products.py",
+        "if bias is not None or not _of_integers(a, b):", "if not _of_integers(a, b):",
+        ("capture/test_integer_products.py::test_operands_that_are_no_integers_are_left",),
+    ),
 ]

@@ -274,6 +274,10 @@ def test_weights_that_are_cast_or_kept_in_system_memory_are_bypassed(started):
     # as a quantised weight, which casts itself
     layer.weight = Quantised(layer.weight.data, requires_grad=False)
     bypassed(started, "the model is quantised", reference())
+    # as its layer says it, of a checkpoint in 8 bits
+    layer.quant_format = "int8_tensorwise"
+    bypassed(started, "the model is quantised (int8_tensorwise)", reference())
+    del layer.quant_format
     layer.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)
     started.model_data.sd_model.original.model.model_lowvram = True
     bypassed(started, "Forge keeps a part of the UNet in system memory", reference())

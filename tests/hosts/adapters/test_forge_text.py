@@ -126,13 +126,15 @@ def test_a_model_that_stays_in_system_memory_in_part_is_bypassed(on):
 
 
 @each
-def test_weights_in_eight_bits_are_bypassed(on):
+@pytest.mark.parametrize("form", [None, "float8_e4m3fn with scales"])
+def test_weights_in_eight_bits_are_bypassed(on, form):
     prompts = Prompts(on)
     for joint in (prompts.joint, prompts.twin):
         layer = joint.clip_l.transformer.text_model.encoder.layers[0].mlp.fc1
         layer.weight = nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
+        layer.quant_format = form
     assert ["bypassed" in prompts.image() for _ in range(3)] == [True] * 3
-    assert any("float8_e4m3fn" in str(e["message"]) for e in on.session.running.report.as_dict()["events"])
+    assert any((form or "float8_e4m3fn") in str(e["message"]) for e in on.session.running.report.as_dict()["events"])
 
 
 @each
