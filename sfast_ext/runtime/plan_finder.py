@@ -159,13 +159,17 @@ class PlanFinder:
         call = flatten_call(args, kwargs, device)
         if len(call.leaves) == 1 and self._loses_digits(call.leaves[0]):
             raise NotOurs(reasons.ONE_VALUE())
+        known, due = self.keys.last, self.keys.stale
+        if known is not None and not known[1] and self._gets_no_plan(call):
+            # what makes the key costs a slow CPU as much as some layers; that it is not confirmed tells
+            unread = PlanKey(call.signature, known[0], None, device)
+            return Lookup(call, unread, None, False, False, False, ReplayState.BUILD)
         if self._roles.known:
             call = self._roles.flatten(call, args, kwargs, device, trust=speculate)
         if hooks.prepare is not None:
             # before the key is read: it may add a bias to a layer
             _ask("prepare", hooks.prepare)
         current.stage = "behaviour key"
-        known, due = self.keys.last, self.keys.stale
         key_confirmed = known is None
         behaviour, foreign = self.keys.read() if known is None else known
         waits = self.speculation.key
@@ -223,6 +227,13 @@ class PlanFinder:
             self._sync(plan)
         state = state_of(plan, key_confirmed, not speculate)
         return Lookup(call, key, plan, key_confirmed, not speculate, compared, state)
+
+    def _gets_no_plan(self, call: Call) -> bool:
+        """Whether a call of this kind has no plan and gets none, whatever the model and the host are like."""
+        if self._cache.rejected:
+            return False
+        kind = tensors_alone(call.signature)
+        return all(plan.shape_signature != kind for plan in list(self._cache.plans.values())) and not self.builds(kind)
 
     def _loses_digits(self, leaf: Any) -> bool:
         """Whether the forward of an image alone, a VAE's, normalises maps that are constant. Differences from their

@@ -52,6 +52,8 @@ class HostOrder:
         self._laid: dict[int, tuple[Weight, list[str]]] = {}
         self._in_place: dict[int, Weight] = {}  # those whose memory is in the host's order now
         self._apart: dict[int, Weight] = {}  # those whose parameter has separate memory now
+        # where a parameter is, its id, and its strides
+        self._seen: list[tuple[dict[str, Any], str, int, Strides]] = []
         self.pinned = False
         """Whether memory stays as it is: a CUDA graph of the program reads it."""
 
@@ -72,10 +74,12 @@ class HostOrder:
 
     def add(self, weight: Weight, paths: list[str]) -> None:
         """The arena moved this weight to channels-last memory."""
+        self._seen = []
         self._laid[id(weight)] = weight, paths
 
     def keep(self, known: Iterable[Weight]) -> None:
         """Forget all weights but these."""
+        self._seen = []
         ids = {id(weight) for weight in known}
         self._laid = {key: laid for key, laid in self._laid.items() if key in ids}
         self._in_place = {key: weight for key, weight in self._in_place.items() if key in ids}
@@ -104,10 +108,36 @@ class HostOrder:
             own: dictionaries of modules, by id. Weights in others stay as they are.
         """
         with gate:
-            if self._laid and not self.pinned and not _compiled() and (strange := unrecorded(self._strange, own)):
-                with self._turn(strange[0][0].tensor.device), self._lock:
-                    unrecorded(lambda: self._to_host(self._strange(own)))
+            if self._laid and not self.pinned and not _compiled() and not self._is_as_seen(own):
+                if strange := unrecorded(self._strange, own):
+                    with self._turn(strange[0][0].tensor.device), self._lock:
+                        unrecorded(lambda: self._to_host(self._strange(own)))
+                elif own is None:
+                    self._see()
             yield
+
+    def _is_as_seen(self, own: Container[int] | None) -> bool:
+        """Whether parameters have the strides with which they were all as the host laid them. To ask for these anew
+        takes a slow CPU as long as a layer."""
+        seen = self._seen
+        if own is not None or not seen:
+            return False
+        for container, name, known, strides in seen:
+            now: Any = container.get(name)
+            if id(now) != known or now.stride() != strides:
+                return False
+        return True
+
+    def _see(self) -> None:
+        """No parameter is strange: note them, unless one is not asked as long as it is elsewhere."""
+        seen = []
+        for weight, _ in list(self._laid.values()):
+            container, name = weight.slots[0]
+            now = container.get(name)
+            if not isinstance(now, torch.Tensor) or not is_plain(now) or now.device != weight.tensor.device:
+                return
+            seen.append((container, name, id(now), now.stride()))
+        self._seen = seen
 
     def plan(self, gate: Gate, own: Container[int] | None = None) -> bool:
         """Give weights the order that plans read, before a plan runs.

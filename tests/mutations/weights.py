@@ -249,6 +249,12 @@ MUTATIONS = [
         ("test_program_graphs.py::test_weights_that_a_graph_of_the_program_reads_stay_where_and_as_they_are",),
     ),
     Mutation(
+        "strides that were the host's", "weights/host_order.py",
+        "if id(now) != known or now.stride() != strides:", "if False:",
+        ("weights/test_host_order.py::"
+         "test_strides_that_were_seen_to_be_the_hosts_are_asked_again_once_they_change[maps-plan_between]",),
+    ),
+    Mutation(
         "the host's order before the original runs", "runtime/model_state.py",
         "self.arena.resident.is_streamed:\n with self.arena.order.host():",
         "self.arena.resident.is_streamed:\n            with self.arena.gate:",

@@ -186,7 +186,7 @@ def test_no_plan_is_made_with_a_key_that_was_not_read_as_it_was_not_due(monkeypa
 
 
 def test_a_plan_is_made_once_it_is_due(monkeypatch):
-    module, answers = Scaled().eval(), [False, True, True]
+    module, answers = Scaled().eval(), [False, True, True, True]
     accelerator = accelerate(module, replace(CPU, earned=True))
     for _ in range(3):
         module(X)
@@ -195,6 +195,49 @@ def test_a_plan_is_made_once_it_is_due(monkeypatch):
     for _ in range(3):
         assert torch.allclose(module(new), module.linear(new))
     assert len(accelerator.plans) == 2 and not answers
+
+
+def test_a_call_that_gets_no_plan_asks_the_host_for_nothing_but_a_reason(monkeypatch):
+    asked: list[str] = []
+    hooks = Hooks(
+        bypass_reason=lambda: asked.append("reason"),
+        key=lambda: asked.append("key"),
+        prepare=lambda: asked.append("prepare"),
+    )
+    module = Scaled().eval()
+    accelerator = accelerate(module, replace(CPU, earned=True), hooks=hooks)
+    for _ in range(3):
+        module(X)
+    monkeypatch.setattr(Earnings, "due", lambda self, kind: False)
+    for rows in (3, 5, 5, 7):
+        asked.clear()
+        new = torch.randn(rows, 4)
+        assert torch.allclose(module(new), module.linear(new))
+        assert asked == ["reason"]
+        asked.clear()
+        assert torch.allclose(module(X), module.linear(X))
+        assert {"reason", "key", "prepare"} <= set(asked)
+    assert len(accelerator.plans) == 1
+    assert accelerator.report.as_dict()["reasons"] == {str(reasons.NEW_KIND()): 4}
+
+
+@pytest.mark.parametrize("change", ["factor", "forward"])
+def test_a_plan_of_this_size_for_another_behaviour_does_not_hide_a_reason(monkeypatch, change):
+    """Its calls are of a kind that has a plan: the key is read."""
+    module = Scaled().eval()
+    accelerator = accelerate(module, replace(CPU, earned=True))
+    for _ in range(3):
+        module(X)
+    monkeypatch.setattr(Earnings, "due", lambda self, kind: False)
+    if change == "factor":
+        module.factor = 3.0
+        wanted = 3 * module.linear(X)
+    else:
+        module.linear.forward = lambda x: x + 1
+        wanted = X + 1
+    for _ in range(3):
+        assert torch.allclose(module(X), wanted)
+    assert accelerator.report.counter("errors") == 0
 
 
 class OfImages(nn.Module):

@@ -223,3 +223,66 @@ def test_a_copy_of_the_module_has_the_hosts_strides(pair):
     net(X)
     assert [p.stride() for p in copy.deepcopy(net).parameters()] == [p.stride() for p in twin.parameters()]
     alike(flat(net(X)), flat(twin(X)))
+
+
+def put_back_older(net, twin, kept):
+    """A copy made while plans ran, as of a host that restores what it kept."""
+    net.first.weight = kept
+
+
+def data_of_older(net, twin, kept):
+    net.first.weight.data = kept.data
+
+
+def replaced_by_itself(net, twin, kept):
+    net.first.weight = nn.Parameter(net.first.weight.detach().clone(), requires_grad=False)
+
+
+def in_place(net, twin, kept):
+    for each in (net, twin):
+        each.last.weight.mul_(1.5)
+
+
+def plan_between(net, twin, kept):
+    net(X)
+
+
+def there_and_back(net, twin, kept):
+    net.double().float()
+
+
+def state_loaded(net, twin, kept):
+    values = {name: 2 * value for name, value in twin.state_dict().items()}
+    for each in (net, twin):
+        each.load_state_dict(values)
+
+
+BETWEEN = [
+    put_back_older, data_of_older, replaced_by_itself, in_place, plan_between, there_and_back, state_loaded,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("bypass", [maps, one_row])
+def test_strides_that_were_seen_to_be_the_hosts_are_asked_again_once_they_change(pair, between, bypass):
+    net, twin, accelerator = pair
+    alike(flat(net(X)), flat(twin(X)))
+    kept = nn.Parameter(net.first.weight.detach().clone(), requires_grad=False)
+    assert is_channels_last(kept.shape, kept.stride())
+    for _ in range(3):
+        alike(bypass(net), bypass(twin))
+    between(net, twin, kept)
+    for _ in range(2):
+        alike(bypass(net), bypass(twin))
+    assert accelerator.report.counter("errors") == 0
+
+
+def test_strides_are_not_worked_out_again_as_long_as_they_stay(pair, monkeypatch):
+    net, twin, accelerator = pair
+    for _ in range(2):
+        alike(maps(net), maps(twin))
+    order, asked = accelerator.arena._tracked.order, []
+    monkeypatch.setattr(order, "_strange", lambda own: asked.append(own) or [])
+    for _ in range(3):
+        alike(maps(net), maps(twin))
+    assert not asked
