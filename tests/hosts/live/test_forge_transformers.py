@@ -30,6 +30,8 @@ def drawn(name: str, **more: Any) -> tuple[str, str, dict[str, Any]]:
 
 
 ROUND: Round = [
+    # of Anima a plan is made twice: the state of what it calls changes with its first call
+    drawn("first", seed=3),
     drawn("plain"),
     drawn("another seed", seed=2),
     drawn("wide", width=192),
@@ -82,7 +84,7 @@ def played(data: Path, settings: dict[str, Any], stock: dict[str, list[str]]) ->
 test_image_equals_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
-@pytest.mark.parametrize("name", pictured(ROUND))
+@pytest.mark.parametrize("name", pictured(ROUND[1:]))
 def test_plans_were_run(played: Played, name: str) -> None:
     accelerated(played, name)
     assert played.reasons(name) == {}
