@@ -30,7 +30,7 @@ def drawn(name: str, **more: Any) -> tuple[str, str, dict[str, Any]]:
 
 
 ROUND: Round = [
-    # of Anima a plan is made twice: the state of what it calls changes with its first call
+    # of Anima a plan is made twice: einops notes the types of tensors in its first calls
     drawn("first", seed=3),
     drawn("plain"),
     drawn("another seed", seed=2),
