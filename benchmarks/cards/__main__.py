@@ -19,7 +19,7 @@ from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.kernels.eight_bits import mma8_tiles, mma_attention8, mma_conv8, mma_gemm8
 from sfast_ext.kernels.linear import mma_gemm, mma_tiles
 
-CASES = ("sd15:512x512", "sdxl:1024x1024", "anima:1024x1024", "z-image:1024x1024")
+CASES = ("sd15:512x512", "sdxl:1024x1024", "anima:1024x1024", "lumina2:1024x1024", "z-image:1024x1024")
 # rows of all heads and keys, as in SD 1.5 at 512x512 and SDXL at 1024x1024
 ATTENTION = {40: (65536, 4096), 64: (81920, 4096), 80: (16384, 1024), 160: (4096, 256)}
 RESULTS = Path(__file__).parents[1] / "results" / "cards.json"

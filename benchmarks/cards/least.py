@@ -73,7 +73,7 @@ def of_node(node: fx.Node) -> Work | None:
     if any(t.dtype == torch.bfloat16 for t in moved):
         # sums in half precision are of float16
         faster = 1.0
-    if node.target is attention.launch and args[1].shape[2] > mma_attention.MAX_KEYS_AT_ONCE:
+    if node.target is attention.launch and args[1].shape[2] > mma_attention.MAX_KEYS_AT_ONCE and _projected(node):
         keys_in_8 = kinds.size(args[1]) + args[1].numel()
     bytes_in_8 = _bytes_in_8(node, moved) if kind in ("linear", "convolution") else 0
     flops = kinds.flops(node.target, args, kwargs)
@@ -100,6 +100,12 @@ def _bytes_in_8(node: fx.Node, moved: list[torch.Tensor]) -> int:
     written = 0 if _WRITERS.search(kinds.operation(_source(operands[0]).target)) else x.numel() + kinds.size(x)
     saved = kinds.size(x) - x.numel() + kinds.size(weight) - weight.numel()
     return sum(map(kinds.size, moved)) - saved + written + kinds.size(weight)
+
+
+def _projected(node: fx.Node) -> bool:
+    """Whether a linear layer makes an attention's keys: those of transformers are of `norm_rotary`, which are not
+    quantised."""
+    return kinds.kind(kinds.operation(_source(node.args[1]).target)) == "linear"  # type: ignore[arg-type]
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -13,7 +13,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "generated" / "cards.md"
 BEGIN, END = "<!-- cards: begin -->", "<!-- cards: end -->"
 _KINDS = ("linear", "convolution", "attention")
 _WAYS = ("exact", "faster", "eight_bits", "both")
-MODELS = {"sd15": "SD 1.5", "sdxl": "SDXL", "anima": "Anima, one image", "z-image": "Z-Image, one image"}
+MODELS = {
+    "sd15": "SD 1.5", "sdxl": "SDXL", "anima": "Anima, one image", "lumina2": "Lumina 2, one image",
+    "z-image": "Z-Image, one image",
+}  # fmt: skip
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -111,11 +111,11 @@ class Ahead:
             return
         self._remembered = plan
         shapes = plan.signature.shapes()
-        latent = next((shape for shape in shapes if len(shape) == 4), None)
+        latent = words.latent_of(shapes)
         if latent is None or (GPU_ALONE and plan.device.type != "cuda"):
             return
         images = words.images_of(plan.label, shapes) or 1
-        wanted = Wanted(latent[3] * words.PIXELS, latent[2] * words.PIXELS, images)
+        wanted = Wanted(latent[-1] * words.PIXELS, latent[-2] * words.PIXELS, images)
         try:
             self._kept.keep(_kind(accelerator.module), KeptCall(wanted, plan.signature))
         except (OSError, RuntimeError, ValueError) as exc:

@@ -26,10 +26,10 @@ def size_words(shapes: Sequence[tuple[int, ...]], pictures: int | None = None) -
         shapes: of the tensors among its arguments.
         pictures: how many are made at once, if the host says so: with guidance a call has two rows for each.
     """
-    latent = next((shape for shape in shapes if len(shape) == 4), None)
+    latent = latent_of(shapes)
     if latent is None or latent[1] > LATENT_CHANNELS:
         return None
-    rows, _, height, width = latent
+    rows, height, width = latent[0], *latent[-2:]
     said = [f"{width * PIXELS}x{height * PIXELS}"]
     if pictures is not None and pictures > 0 and rows % pictures == 0:
         said.append("1 image" if pictures == 1 else f"{pictures} images")
@@ -39,6 +39,11 @@ def size_words(shapes: Sequence[tuple[int, ...]], pictures: int | None = None) -
     if prompt is not None:
         said.append(f"{prompt[1]} tokens")
     return ", ".join(said)
+
+
+def latent_of(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The latent among the shapes of a call's arguments: the first of images, or of frames as Anima's is."""
+    return next((shape for shape in shapes if len(shape) in (4, 5)), None)
 
 
 def upscaler_words(shapes: Sequence[tuple[int, ...]]) -> str | None:
@@ -89,7 +94,8 @@ def text_words(shapes: Sequence[tuple[int, ...]]) -> str | None:
 
 def images_of(label: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
     """How many images a label of `size_words` for these shapes is of; None if it does not say."""
-    rows = next((shape[0] for shape in shapes if len(shape) == 4), 0)
+    latent = latent_of(shapes)
+    rows = 0 if latent is None else latent[0]
     return next((n for n in range(1, rows + 1) if rows % n == 0 and size_words(shapes, n) == label), None)
 
 

@@ -15,6 +15,11 @@ _LEFT_ALONE = ("passes/test_eight_bits_transformers.py::test_others_stay_in_half
 
 MUTATIONS = [
     Mutation(
+        "heads that are repeated in turns", "passes/attention.py",
+        "or one != (*many[: at + 1], 1, *many[at + 2 :]) or count < 2:", "or count < 2:",
+        ("passes/test_attention.py::test_heads_that_are_repeated_are_shared",),
+    ),
+    Mutation(
         "norms of other dimensions", "passes/rms_norm.py",
         "if not size or dims is None or [dim % len(size) for dim in dims] != [len(size) - 1]:",
         "if not size or dims is None:", _RMS,

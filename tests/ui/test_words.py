@@ -35,6 +35,9 @@ ON = {"accelerated": 20, "bypassed": 0, "prepared": 0}
         ([(1, 4, 128, 128)], 1, "1024x1024, 1 image"),
         ([(2, 320, 64, 64), (2, 1280)], 1, None),
         ([(2, 77, 768)], 1, None),
+        # Anima, in Forge Neo and in diffusers
+        ([(2, 16, 1, 128, 96), (2,), (2, 1, 512, 1024)], 1, "768x1024, 1 image"),
+        ([(1, 16, 1, 64, 64), (1,), (1, 77, 1024), (1, 1, 512, 512)], 1, "512x512, 1 image, 77 tokens"),
     ],
 )
 def test_a_call_is_called_by_its_size(shapes, pictures, said):

@@ -76,7 +76,8 @@ def reference(
     faster_sums: bool = False,
     eight_bits: bool = False,
 ) -> Tensor:
-    """F.scaled_dot_product_attention: q (..., L, D), k (..., S, D), v (..., S, E) -> (..., L, E).
+    """F.scaled_dot_product_attention: q (..., L, D), k (..., S, D), v (..., S, E) -> (..., L, E). Heads of k and v may
+    be shared, see `Operands`.
 
     Args:
         faster_sums: whether sums may be in half precision; here they are not.
@@ -102,6 +103,8 @@ def fallback(
     order of `first`. Any strides; synchronises only to measure.
     """
     operands = Operands(q, k, v, mask, is_causal, scale)
+    if operands.shared > 1:
+        return _shared(operands, faster_sums, eight_bits) if q.is_cuda else reference(*operands)
     if is_dry_run() and _by_mma(operands) and _expected(q, k) == _MMA:
         # compiled ahead
         if eight_bits and _in_8_bits(operands):
@@ -129,7 +132,10 @@ def launch(
 ) -> Tensor:
     """`reference` by `short_attention` or `flash_attention`, which take no mask, and q (B, H, L, D), k and v
     (B, H, S, D) in half precision on Hopper; else by `fallback`, which takes what torch does."""
-    if mask is not None or is_causal:
+    operands = Operands(q, k, v, mask, is_causal, scale)
+    if operands.shared > 1:
+        return _shared(operands, faster_sums, eight_bits)
+    if operands.masked:
         raise Declined("a mask")
     unfit = short_attention.accepts(q, k, v, scale)
     if unfit is None:
@@ -166,6 +172,26 @@ def _fastest(operands: Operands, faster_sums: bool, eight_bits: bool = False) ->
         return own()
     sure = hopper(q.device) and not foreign
     return _choices.run(q.device, key, own, others, expected, sure=sure, limits={_EIGHT_BITS: _FAR})
+
+
+def _shared(operands: Operands, faster_sums: bool, eight_bits: bool) -> Tensor:
+    """By torch's kernels that read shared heads where they are, or by a copy for each of q's: what is faster."""
+
+    def own() -> Tensor:
+        return launch(*operands.repeated(), faster_sums, eight_bits)
+
+    if is_dry_run() or not operands.reads_shared_heads():
+        return own()
+    others = {"shared heads": functools.partial(_read_shared, operands)}
+    return _choices.run(operands.q.device, _key(operands), own, others)
+
+
+def _read_shared(operands: Operands) -> Tensor:
+    if _PREFERENCE is None or not hopper(operands.q.device):
+        return operands.in_place()
+    sdpa_kernel, orders = _PREFERENCE
+    with sdpa_kernel(orders[first(operands.q, operands.k)], set_priority=True):
+        return operands.in_place()
 
 
 def _by_mma(operands: Operands) -> bool:

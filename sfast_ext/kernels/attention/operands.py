@@ -18,7 +18,10 @@ _sdpa = torch._C._nn.scaled_dot_product_attention
 
 
 class Operands(NamedTuple):
-    """Of an attention: q (..., L, D), k (..., S, D), v (..., S, E), a mask as of F.scaled_dot_product_attention."""
+    """Of an attention: q (..., L, D), k (..., S, D), v (..., S, E), a mask as of F.scaled_dot_product_attention.
+
+    k (B, H, S, D) and v may have fewer heads than q: each is then that of as many neighbours among q's.
+    """
 
     q: Tensor
     k: Tensor
@@ -36,9 +39,44 @@ class Operands(NamedTuple):
         """The operands of kernels that take no mask."""
         return self.q, self.k, self.v, self.scale
 
+    @property
+    def shared(self) -> int:
+        """How many heads of q have one of k and v."""
+        q, k = self.q, self.k
+        return q.shape[1] // k.shape[1] if q.dim() == k.dim() == 4 else 1
+
+    def repeated(self) -> Operands:
+        """With a head of k and v for each of q, by a copy if they are shared. It is laid out as (B, S, H, D)."""
+        count = self.shared
+        if count == 1:
+            return self
+
+        def each(x: Tensor) -> Tensor:
+            rows = x.transpose(1, 2).unsqueeze(3)
+            return rows.expand(-1, -1, -1, count, -1).flatten(2, 3).transpose(1, 2)
+
+        return self._replace(k=each(self.k), v=each(self.v))
+
     def by_torch(self) -> Tensor:
         """(..., L, E), by torch's choice of its backends."""
-        return _sdpa(self.q, self.k, self.v, attn_mask=self.mask, is_causal=self.is_causal, scale=self.scale)
+        q, k, v, mask, is_causal, scale = self.repeated()
+        return _sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
+
+    def in_place(self) -> Tensor:
+        """`by_torch`, whose kernels read the shared heads where they are, see `reads_shared_heads`."""
+        more: dict[str, Any] = {"enable_gqa": True}
+        return _sdpa(self.q, self.k, self.v, attn_mask=self.mask, is_causal=self.is_causal, scale=self.scale, **more)
+
+    def reads_shared_heads(self) -> bool:
+        """Whether one of torch's fused kernels does so; else it would repeat them, or store all scores."""
+        cuda = torch.backends.cuda
+        try:
+            # another number of arguments before torch 2.5
+            given = cuda.SDPAParams(self.q, self.k, self.v, self.mask, 0.0, self.is_causal, True)
+        except (AttributeError, TypeError):
+            return False
+        able = (cuda.can_use_flash_attention, getattr(cuda, "can_use_cudnn_attention", lambda given: False))
+        return any(each(given) for each in able)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, half_sums: bool = False) -> Tensor:

@@ -1,68 +1,117 @@
-"""A checkpoint of Lumina 2 for a real Forge Neo: run by its interpreter, in its directory, with the directory to fill.
+"""A checkpoint of a transformer for a real Forge Neo: run by its interpreter, in its directory, with the family and the
+directory to fill.
 
-    python forge_transformers.py OUT
+    python forge_transformers.py lumina2|z-image|anima OUT
 
-Forge Neo knows the family by the width of the layers, 2,304, and counts them: here is one, with the four refiners that
-are always there. Its text encoder is narrow; `NARROW` is an extension that has Forge Neo make such a one.
+Forge Neo knows a family by the width of its layers, which is kept: there are few of them. `NARROW` is an extension that
+has Forge Neo make text encoders and as many layers as are in the file.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 TEXT = 64
-"""Columns of what the text encoder gives."""
+"""Columns of what the text encoder gives; of Anima, whose adapter has one width, all 1,024."""
 NARROW = f'''
+import functools
 from backend.nn.llm import llama
+from huggingface_guess import detection
 
-if llama.Gemma2_2B_Config().hidden_size != {TEXT}:
-    fields = {{"hidden_size": {TEXT}, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2}}
-    config = llama.Gemma2_2B_Config(**fields, num_key_value_heads=1)
-    llama.Gemma2_2B_Config = lambda: config
+SMALL = {{"intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}}
+
+if llama.Gemma2_2B_Config().num_hidden_layers != 3:
+    for name, width in (("Gemma2_2B_Config", {TEXT}), ("Qwen3_4BConfig", {TEXT}), ("Qwen3_06BConfig", 1024)):
+        setattr(llama, name, functools.partial(getattr(llama, name), hidden_size=width, **SMALL))
+    # the WebUI compares an encoder's sizes with those of the large one
     llama.asdict = lambda given: {{}}
+    found = detection.detect_unet_config
+
+    def detect(weights, prefix):
+        config = found(weights, prefix)
+        kinds = {{"lumina2": ("noise_refiner.", "n_refiner_layers"), "anima": ("blocks.", "num_blocks")}}
+        if config and config["image_model"] in kinds:
+            layers, counted = kinds[config["image_model"]]
+            config[counted] = detection.count_blocks(list(weights), prefix + layers + "{{}}.")
+        return config
+
+    detection.detect_unet_config = detect
 '''
-"""The code of that extension. The WebUI compares the encoder's sizes with those of the large model; this does not."""
-CONFIG = Path("backend/huggingface/neta-art/Neta-Lumina")
+"""The code of that extension."""
+_NEXT_DIT: dict[str, Any] = {
+    "in_channels": 16, "n_layers": 1, "n_refiner_layers": 1, "qk_norm": True, "cap_feat_dim": TEXT,
+}  # fmt: skip
+_LUMINA2: dict[str, Any] = {
+    "dim": 2304, "n_heads": 24, "n_kv_heads": 8, "axes_dims": [32, 32, 32], "axes_lens": [300, 512, 512],
+    "ffn_dim_multiplier": 4.0,
+}  # fmt: skip
+_Z_IMAGE: dict[str, Any] = {
+    "dim": 3840, "n_heads": 30, "n_kv_heads": 30, "axes_dims": [32, 48, 48], "axes_lens": [1536, 512, 512],
+    "rope_theta": 256.0, "ffn_dim_multiplier": 8 / 3, "z_image_modulation": True, "time_scale": 1000.0,
+    "pad_tokens_multiple": 32,
+}  # fmt: skip
+_ANIMA: dict[str, Any] = {
+    "in_channels": 16, "out_channels": 16, "patch_spatial": 2, "patch_temporal": 1, "model_channels": 2048,
+    "num_blocks": 2,
+}  # fmt: skip
+_FOLDERS = ("Stable-diffusion", "Lora", "ControlNet", "VAE", "text_encoder", "embeddings")
 
 
-def main(out: Path) -> None:
-    """Write the checkpoint and two LoRAs."""
-    sys.argv[1:] = ["--cpu"]
-    sys.path[:0] = [str(Path.cwd()), str(Path.cwd() / "modules_forge" / "packages")]
+def modules(kind: str) -> dict[str, torch.nn.Module]:
+    """The parts of a checkpoint by the beginnings of their names."""
+    from backend.nn.anima import Anima, LLMAdapter
     from backend.nn.llm import llama
     from backend.nn.lumina import NextDiT
     from backend.nn.vae import IntegratedAutoencoderKL
+    from backend.nn.wan_vae_2d import Qwen2DVAE
+
+    if kind == "anima":
+        return {
+            "model.diffusion_model.": Anima(**_ANIMA),
+            "model.diffusion_model.llm_adapter.": LLMAdapter(),
+            "text_encoders.qwen3_06b.transformer.model.": llama.Qwen3_06B({}).model,
+            "vae.": Qwen2DVAE(),
+        }
+    config = Path("backend/huggingface/neta-art/Neta-Lumina/vae")
+    lumina = kind == "lumina2"
+    text = "gemma2_2b" if lumina else "qwen3_4b"
+    return {
+        "model.diffusion_model.": NextDiT(**_NEXT_DIT, **(_LUMINA2 if lumina else _Z_IMAGE)),
+        f"text_encoders.{text}.transformer.": llama.Gemma2_2B({}) if lumina else llama.Qwen3_4B({}),
+        "vae.": IntegratedAutoencoderKL.from_config(IntegratedAutoencoderKL.load_config(config)),
+    }
+
+
+def main(kind: str, out: Path) -> None:
+    """Write the checkpoint and two LoRAs."""
+    sys.argv[1:] = ["--cpu"]
+    sys.path[:0] = [str(Path.cwd()), str(Path.cwd() / "modules_forge" / "packages")]
     from backend.operations import using_forge_operations
     from forge_models import randomise
     from safetensors.torch import save_file
 
-    for folder in ("Stable-diffusion", "Lora", "ControlNet", "VAE", "text_encoder", "embeddings"):
+    for folder in _FOLDERS:
         (out / folder).mkdir(parents=True, exist_ok=True)
     exec(NARROW, {})
+    weights: dict[str, torch.Tensor] = {}
     with using_forge_operations(device=torch.device("cpu"), dtype=torch.float16, manual_cast_enabled=True):
-        transformer = NextDiT(
-            in_channels=16, dim=2304, n_layers=1, n_heads=24, n_kv_heads=8, qk_norm=True, cap_feat_dim=TEXT,
-            axes_dims=[32, 32, 32], axes_lens=[300, 512, 512], ffn_dim_multiplier=4.0,
-        )  # fmt: skip
-        text = llama.Gemma2_2B({})
-        vae = IntegratedAutoencoderKL.from_config(IntegratedAutoencoderKL.load_config(CONFIG / "vae"))
-    weights = randomise("model.diffusion_model.", transformer, 1)
+        for seed, (prefix, module) in enumerate(modules(kind).items()):
+            weights |= randomise(prefix, module, seed)
     for seed in (1, 2):
-        save_file(lora(weights, 10 + seed), out / "Lora" / f"lumina-{seed}.safetensors")
-    weights |= randomise("text_encoders.gemma2_2b.transformer.", text, 2)
-    weights |= randomise("vae.", vae, 3)
-    save_file(weights, out / "Stable-diffusion" / "lumina.safetensors")
+        save_file(lora(weights, 10 + seed), out / "Lora" / f"lora-{seed}.safetensors")
+    save_file(weights, out / "Stable-diffusion" / f"{kind}.safetensors")
 
 
 def lora(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """One of the layer's products."""
+    """One of the products of the first layer that has one."""
     generator, found = torch.Generator().manual_seed(seed), {}
     for name, value in weights.items():
         layer = name.removeprefix("model.diffusion_model.").removesuffix(".weight")
-        if layer.startswith("layers.0.") and value.dim() == 2 and "adaLN" not in layer:
+        if layer.startswith(("layers.0.", "blocks.0.")) and value.dim() == 2 and "ada" not in layer:
             key, (rows, columns) = f"lora_unet_{layer.replace('.', '_')}", value.shape
             found[f"{key}.lora_down.weight"] = torch.randn(4, columns, generator=generator) * columns**-0.5
             found[f"{key}.lora_up.weight"] = torch.randn(rows, 4, generator=generator) * 0.5
@@ -71,4 +120,4 @@ def lora(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

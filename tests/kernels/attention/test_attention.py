@@ -8,6 +8,7 @@ import torch
 from kernels.support import randn
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.attention.operands import Operands
+from sfast_ext.kernels.backend import choices
 
 # (batch, heads, queries, keys, head dimension)
 SHAPES = [(2, 8, 64, 77, 40), (1, 1, 63, 63, 17), (2, 3, 1, 5, 160), (1, 2, 100, 1, 64), (2, 2, 33, 33, 8)]
@@ -127,3 +128,20 @@ def test_torchs_own_choice_is_left_as_it_was():
     q = randn(1, 2, 16, 64, dtype=torch.float16, device=torch.device("cuda"))
     attention.fallback(q, q, q)
     assert [flag() for flag in flags] == before
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("heads", "shared", "size"), [(24, 8, 96), (4, 2, 12), (6, 1, 64), (32, 8, 128)])
+def test_shared_heads(where, masked, heads, shared, size):
+    device, dtype = torch.device(where), torch.bfloat16
+    packed = randn(2, 130, (heads + 2 * shared) * size, dtype=dtype, device=device)
+    parts = packed.split([n * size for n in (heads, shared, shared)], 2)
+    q, k, v = (x.unflatten(2, (-1, size)).transpose(1, 2) for x in parts)
+    mask = randn(2, 1, 1, 130, dtype=dtype, device=device) > -1 if masked else None
+    k_of_each, v_of_each = (x.repeat_interleave(heads // shared, 1) for x in (k, v))
+    target = attention.reference(q.double(), k_of_each.double(), v_of_each.double(), mask)
+    with choices.measuring(None, thorough=True):
+        found = attention.launch(q, k, v, mask)
+    assert found.shape == target.shape and found.dtype == dtype
+    assert float((found.double() - target).norm() / target.norm()) < TOLERANCE[dtype]
