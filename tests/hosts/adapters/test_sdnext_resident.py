@@ -30,13 +30,12 @@ HALF = torch.bfloat16
 
 @functools.lru_cache(maxsize=None)
 def _unet(seed: int) -> Any:
-    torch.manual_seed(seed)
     made = diffusers.UNet2DConditionModel(
         block_out_channels=(64, 128), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), sample_size=16, layers_per_block=1, norm_num_groups=8,
         cross_attention_dim=64, attention_head_dim=32,
     )  # fmt: skip
-    return made.to(HALF).eval()
+    return models.randomise(made.to(HALF), seed).eval()
 
 
 SIZE = sum(p.nbytes for p in _unet(0).parameters())
