@@ -35,7 +35,10 @@ def _unet(seed: int) -> Any:
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), sample_size=16, layers_per_block=1, norm_num_groups=8,
         cross_attention_dim=64, attention_head_dim=32,
     )  # fmt: skip
-    return models.randomise(made.to(HALF), seed).eval()
+    # deltas of a LoRA are as large as torch's own weights then, and 8 bits stay within what is allowed
+    for value in models.randomise(made.to(HALF), seed).parameters():
+        value.data *= 0.5 if value.dim() > 1 else 1
+    return made.eval()
 
 
 SIZE = sum(p.nbytes for p in _unet(0).parameters())
