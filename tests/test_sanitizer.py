@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sanitizer import __main__ as runner
+from sanitizer import few
 from sanitizer.__main__ import Outcome, command, names, outcome
 
 PASSED = "....\n4 passed, 9 deselected in 3.21s\n"
@@ -44,6 +46,7 @@ def test_each_file_of_kernels_is_run() -> None:
     found = runner.files()
     assert {"conv/test_conv2d.py", "linear/test_mma_gemm.py"} <= set(found) and len(found) > 15
     assert runner.files("linear/test_mma_gemm") == ["linear/test_mma_gemm.py"]
+    assert runner.files("swiglu wgmma_conv8") == ["eight_bits/test_wgmma_conv8.py", "pointwise/test_swiglu.py"]
     # a word of `LARGE` in the path of a file would leave out, or select, all its tests
     assert not any(word in file for file in found for word in re.findall(r"\w+_bits", runner.LARGE))
     assert re.findall(r"\w+_bits", runner.LARGE)
@@ -58,8 +61,24 @@ def test_without_the_sanitizer_it_says_where_it_comes_from(monkeypatch, capsys) 
 def test_memcheck_sees_accesses_between_tensors_and_leaves_out_captures() -> None:
     commands = {tool: command(tool, "conv/test_conv2d.py", False, Path("log"), "")[-1] for tool in runner.TOOLS}
     assert {tool for tool, chosen in commands.items() if "in_a_cuda_graph" in chosen} == {"memcheck"}
-    variable = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-    assert {tool for tool in runner.TOOLS if runner.environment(tool).get(variable) == "1"} == {"memcheck"}
+    variable, tools = "PYTORCH_NO_CUDA_MEMORY_CACHING", runner.TOOLS + runner.MORE_TOOLS
+    assert {tool for tool in tools if runner.environment(tool).get(variable) == "1"} == {"memcheck", "initcheck"}
+
+
+def test_some_tests_and_some_of_their_cases() -> None:
+    given = command("racecheck", "conv/test_conv2d.py", False, Path("log"), "", "views or zeros")
+    assert given[-1].endswith("and (views or zeros)") and given[given.index("sanitizer.few") - 1] == "-p"
+    items = [SimpleNamespace(nodeid=f"test_a.py::{name}") for name in ("one", *(f"two[{i}]" for i in range(10)))]
+    assert [item.nodeid[11:] for item in few.some(items, 2)] == ["one", "two[0]", "two[5]"]
+    assert few.some(items, 20) == items
+
+
+def test_what_was_launched_is_told() -> None:
+    assert outcome(CLEAN, f"..\n{few.LAUNCHED}conv2d 3, mma_gemm 1\n{PASSED}").launched == "conv2d 3, mma_gemm 1"
+
+
+def test_initcheck_watches_who_writes() -> None:
+    assert "--kernel-name" not in command("initcheck", "conv/test_conv2d.py", False, Path("log"), "")
 
 
 def test_no_stack_of_the_host_is_asked_for() -> None:

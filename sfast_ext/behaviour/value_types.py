@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import contextvars
 import datetime
 import decimal
@@ -19,7 +20,7 @@ import types
 import uuid
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -208,8 +209,24 @@ def is_common(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def in_library(file: str) -> bool:
-    """Whether a file belongs to an installed package."""
-    return not {"site-packages", "dist-packages"}.isdisjoint(PurePath(file).parts)
+    """Whether a file belongs to an installed package: by its folder, or by the list that `pip install --target` leaves
+    in a folder of `sys.path`."""
+    path = PurePath(file)
+    if not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
+        return True
+    folders = set(map(PurePath, sys.path))
+    return any(path.relative_to(each).as_posix() in _installed(each) for each in path.parents if each in folders)
+
+
+@functools.lru_cache(maxsize=64)
+def _installed(folder: PurePath) -> frozenset[str]:
+    """The files of Python that packages installed into a folder list, by their paths in it."""
+    found: set[str] = set()
+    for record in Path(folder).glob("*.dist-info/RECORD"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            lines = record.read_text(encoding="utf-8").splitlines()
+            found.update(name for line in lines if (name := line.partition(",")[0]).endswith(".py"))
+    return frozenset(found)
 
 
 def is_of_library(kind: type) -> bool:

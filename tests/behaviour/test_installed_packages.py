@@ -17,6 +17,8 @@ import pytest
 from settings_models import NAMESPACE, Data, DataWithSlots, Holder, Model, Processor, Slots, keys_of
 from torch import nn
 
+from sfast_ext.behaviour.value_types import in_library
+
 PROCESSORS = """
 import contextvars
 import functools
@@ -78,9 +80,14 @@ class Kernel:
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch):
+def home(tmp_path, request):
+    """The folder of installed packages."""
+    return tmp_path / getattr(request, "param", "site-packages")
+
+
+@pytest.fixture
+def package(home, monkeypatch):
     """The processors of a package that is installed next to another library."""
-    home = tmp_path / "site-packages"
     (home / "a_package").mkdir(parents=True)
     (home / "a_package" / "__init__.py").touch()
     (home / "a_package" / "processors.py").write_text(PROCESSORS, encoding="utf-8")
@@ -269,3 +276,72 @@ def test_a_value_of_a_layer_that_is_replaced_is_seen(name):
     if name != "code":
         model.level = copy.deepcopy(before)
         assert keys.read()[0] == number
+
+
+def listed(home, *names, listing="RECORD", info="a_package-1.0.dist-info"):
+    """Leave what `pip install --target` leaves."""
+    (home / info).mkdir(parents=True)
+    (home / info / listing).write_text("".join(f"{name},sha256=abc,12\n" for name in names), encoding="utf-8")
+
+
+@pytest.mark.parametrize("home", ["packages"], indirect=True)
+def test_tools_of_a_package_that_is_installed_elsewhere_may_change(home, package):
+    listed(home, "a_package/processors.py", "another_library.py")
+    test_tools_of_another_library_may_change(package)
+
+
+@pytest.mark.parametrize("home", ["packages"], indirect=True)
+def test_objects_of_a_user_s_own_package_are_read(home, package):
+    listed(home, "another_package/processors.py")
+    keys = keys_of(Model(package.Processor()))
+    keys.read()
+    package.REGISTRY.count()
+    assert not keys.trusted
+
+
+IN_LIBRARY = {
+    "a module": ("one.py", ["one.py"], True),
+    "a module of a package": ("two/inside/three.py", ["two/__init__.py", "two/inside/three.py"], True),
+    "a user's module next to a package": ("mine.py", ["two/__init__.py"], False),
+    "a user's module within a package": ("two/mine.py", ["two/__init__.py"], False),
+    "one whose name begins alike": ("two_more/__init__.py", ["two/__init__.py"], False),
+    "one of the same name deeper": ("work/one.py", ["one.py"], False),
+    "one above the folder": ("one.py", ["../one.py"], False),
+    "nothing is listed": ("one.py", [], False),
+}
+
+
+@pytest.mark.parametrize("case", IN_LIBRARY)
+def test_which_files_are_an_installed_package_s(tmp_path, monkeypatch, case):
+    file, names, expected = IN_LIBRARY[case]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    listed(tmp_path, *names)
+    assert in_library(str(tmp_path / file)) is expected
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"listing": "SOURCES.txt", "info": "one.egg-info"},  # of a program's own folder
+        {"info": "build/one-1.0.dist-info"},
+        {"listing": "INSTALLER"},
+    ],
+    ids=str,
+)
+def test_other_lists_do_not_count(tmp_path, monkeypatch, how):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    listed(tmp_path, "one.py", **how)
+    assert not in_library(str(tmp_path / "one.py"))
+
+
+def test_a_folder_that_nothing_is_imported_from_does_not_count(tmp_path):
+    listed(tmp_path, "one.py")
+    assert not in_library(str(tmp_path / "one.py"))
+
+
+def test_a_list_that_cannot_be_read_is_none(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    listed(tmp_path, "one.py")
+    listed(tmp_path, info="two-1.0.dist-info")
+    (tmp_path / "two-1.0.dist-info" / "RECORD").write_bytes(b"two.py,\xff\xfe\n")
+    assert in_library(str(tmp_path / "one.py")) and not in_library(str(tmp_path / "two.py"))

@@ -189,6 +189,11 @@ MUTATIONS = [
         _INSTALLED,
     ),
     Mutation(
+        "a user's file in a folder of installed packages", "behaviour/value_types.py",
+        "path.relative_to(each).as_posix() in _installed(each)", "bool(_installed(each))",
+        (f"{_PACKAGES}::test_which_files_are_an_installed_package_s",),
+    ),
+    Mutation(
         "objects that an installed package holds", "behaviour/code_values.py",
         "return is_of_library(kind) and (callable(value)", "return (callable(value)",
         _INSTALLED,

@@ -18,26 +18,33 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from sanitizer.few import CASES, LAUNCHED
 from sfast_ext import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMCHECK = "memcheck"
+INITCHECK = "initcheck"
 TOOLS = (MEMCHECK, "racecheck", "synccheck")
+MORE_TOOLS = (INITCHECK,)
+"""Only if named: it watches all kernels, PyTorch's too."""
 LARGE = "(31_bits or 32_bits)"
 # a capture cannot allocate if torch keeps no memory
 CAPTURES = "in_a_cuda_graph"
 PLACES = ("/usr/local/cuda/bin",)
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed)")
+_LAUNCHED = re.compile(f"^{LAUNCHED}(.*)", re.MULTILINE)
 _PASSED, _FAILED = re.compile(r"(\d+) passed"), re.compile(r"(\d+) (?:failed|error)")
 
 
 class Outcome(NamedTuple):
-    """Of one tool over one file. `findings` is None if the sanitizer wrote no summary: it was cut or crashed."""
+    """Of one tool over one file. `findings` is None if the sanitizer wrote no summary: it was cut or crashed.
+    `launched` has the kernels in CUDA C++, with how often each was launched."""
 
     findings: int | None
     untracked: int
     passed: int
     failed: int
+    launched: str = ""
 
     @property
     def clean(self) -> bool:
@@ -58,35 +65,42 @@ def outcome(log: str, said: str) -> Outcome:
     """What a log of compute-sanitizer and pytest's output tell."""
     summary = _SUMMARY.search(log)
     tail = said.strip().rpartition("\n")[2]
-    passed, failed = _PASSED.search(tail), _FAILED.search(tail)
+    passed, failed, launched = _PASSED.search(tail), _FAILED.search(tail), _LAUNCHED.search(said)
     return Outcome(
         int(summary[1] or summary[2]) if summary else None,
         log.count("Internal Sanitizer Error"),
         int(passed[1]) if passed else 0,
         int(failed[1]) if failed else 0,
+        launched[1] if launched else "",
     )
 
 
 def files(only: str = "") -> list[str]:
-    """The files with tests of kernels on a GPU, by their paths in tests/kernels, that have a word in their path."""
+    """The files with tests of kernels on a GPU, by their paths in tests/kernels, that have one of some words in
+    their path."""
     folder = ROOT / "tests" / "kernels"
     found = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/test_*.py"))
-    return [file for file in found if only in file and not file.startswith("backend/")]
+    words = only.split() or [""]
+    return [file for file in found if any(word in file for word in words) and not file.startswith("backend/")]
 
 
-def command(tool: str, file: str, large: bool, log: Path, binary: str) -> list[str]:
-    """One tool over one file."""
-    watched = f"regex={'|'.join(names())}"
+def command(tool: str, file: str, large: bool, log: Path, binary: str, only: str = "") -> list[str]:
+    """One tool over one file. only: which tests, as of pytest's `-k`."""
+    # initcheck has to see who wrote what they read
+    watched = [] if tool == INITCHECK else ["--kernel-name", f"regex={'|'.join(names())}"]
     chosen = LARGE if large else f"not {LARGE}"
-    tests = [f"tests/kernels/{file}", "-k", f"{chosen} and not {CAPTURES}" if tool == MEMCHECK else chosen]
+    chosen += f" and not {CAPTURES}" if tool in (MEMCHECK, INITCHECK) else ""
+    tests = [f"tests/kernels/{file}", "-p", "sanitizer.few", "-k", f"{chosen} and ({only})" if only else chosen]
     # for the stack of the host it takes references to frames of Python, and never drops them: tensors stay allocated
-    options = ["--tool", tool, "--show-backtrace", "device", "--kernel-name", watched, "--log-file", str(log)]
+    options = ["--tool", tool, "--show-backtrace", "device", *watched, "--log-file", str(log)]
     return [binary, *options, sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *tests]
 
 
-def environment(tool: str) -> dict[str, str]:
-    """For memcheck each tensor is an allocation of the driver's: an access that runs into the next tensor is seen."""
-    return os.environ | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == MEMCHECK else {})
+def environment(tool: str, cases: int = 0) -> dict[str, str]:
+    """For memcheck each tensor is an allocation of the driver's: an access that runs into the next tensor is seen. For
+    initcheck too: memory that another tensor had is not written yet."""
+    given = {CASES: str(cases)} | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool in (MEMCHECK, INITCHECK) else {})
+    return os.environ | given
 
 
 def run(tool: str, file: str, given: argparse.Namespace, binary: str) -> bool:
@@ -94,9 +108,9 @@ def run(tool: str, file: str, given: argparse.Namespace, binary: str) -> bool:
     log, began = given.logs / f"{tool}-{Path(file).stem}{'-large' if given.large else ''}.txt", time.monotonic()
     try:
         done = subprocess.run(
-            command(tool, file, given.large, log, binary),
+            command(tool, file, given.large, log, binary, given.tests),
             cwd=ROOT,
-            env=environment(tool),
+            env=environment(tool, given.cases),
             capture_output=True,
             text=True,
             timeout=given.limit,
@@ -111,17 +125,18 @@ def run(tool: str, file: str, given: argparse.Namespace, binary: str) -> bool:
         return True
     tests = f"{told.passed} passed, {told.failed} failed"
     found = f"findings {told.findings}, launches unwatched {told.untracked}"
-    print(
-        f"{tool:10} {Path(file).stem:32} {tests}, {found}, exit {status}, {time.monotonic() - began:.0f} s", flush=True
-    )
+    took = f"exit {status}, {time.monotonic() - began:.0f} s"
+    print(f"{tool:10} {Path(file).stem:32} {tests}, {found}, {took}, of {told.launched or 'no CUDA C++'}", flush=True)
     return told.clean
 
 
 def main(given_arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(prog="python -m sanitizer", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tool", choices=TOOLS, action="append", help="default: all")
-    parser.add_argument("--only", default="", help="of the files, those with this in their path")
+    parser.add_argument("--tool", choices=TOOLS + MORE_TOOLS, action="append", help=f"default: {', '.join(TOOLS)}")
+    parser.add_argument("--only", default="", help="of the files, those with one of these words in their path")
+    parser.add_argument("--tests", default="", help="of the tests, those that pytest's -k selects by this")
+    parser.add_argument("--cases", type=int, default=0, help="of each test, at most so many cases; default: all")
     parser.add_argument("--large", action="store_true", help=f"the tests {LARGE}, and no others")
     parser.add_argument("--parallel", type=int, default=1, help="runs at once; each takes about 4 GB of the GPU")
     parser.add_argument("--limit", type=float, default=1800, help="seconds of a run")

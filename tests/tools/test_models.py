@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import threading
 from unittest import mock
 
 import pytest
@@ -54,6 +56,21 @@ def test_the_same_seed_gives_the_same_weights(tiny_unet):
 def test_making_a_model_leaves_torch_as_it_was(tiny_unet):
     models.random_unet("tiny-sd21")
     assert not torch.equal(torch.nn.Linear(4, 4).weight, torch.nn.Linear(4, 4).weight)
+
+
+def test_another_thread_s_layers_are_initialised_meanwhile():
+    made = []
+
+    def make():
+        torch.manual_seed(5)
+        made.append(torch.nn.Linear(16, 16).weight)
+
+    for inside in (models.without_initialisation(torch.device("cpu")), contextlib.nullcontext()):
+        with inside:
+            thread = threading.Thread(target=make)
+            thread.start()
+            thread.join()
+    assert torch.equal(*made)
 
 
 def test_a_lora_in_place_keeps_parameters_and_a_replaced_one_does_not(tiny_unet):

@@ -9,7 +9,7 @@ import copy
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,15 +123,24 @@ _patching = threading.RLock()
 
 @contextmanager
 def without_initialisation(device: torch.device) -> Iterator[None]:
-    """Modules are made on this device, and their weights left as memory has them."""
+    """Modules that this thread makes are on this device, and their weights left as memory has them."""
+    thread = threading.get_ident()
+
+    def for_others(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def reset_parameters(module: Any) -> None:
+            if threading.get_ident() != thread:
+                original(module)
+
+        return reset_parameters
+
     # the default initialisation of SDXL takes longer on a CPU than all the rest; every value is replaced anyhow
     # one thread at a time: another would take what is in place of a method for the method
     with _patching:
         kinds = nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding
         reset = [(cls, cls.reset_parameters) for cls in kinds]
         try:
-            for cls, _ in reset:
-                cls.reset_parameters = lambda self: None  # type: ignore[assignment,method-assign]
+            for cls, original in reset:
+                cls.reset_parameters = for_others(original)  # type: ignore[assignment,method-assign]
             with torch.device(device):
                 yield
         finally:

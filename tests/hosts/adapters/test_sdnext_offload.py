@@ -14,6 +14,7 @@ from torch import nn
 
 from hosts.standins.sdnext import HAS_GROUPS, STANDINS, Host, close, diffusers, hosted, network
 from hosts.standins.sdnext import pipeline as any_pipeline
+from sfast_ext.tools.lib import models
 
 accelerate = pytest.importorskip("accelerate")
 pipeline = functools.partial(any_pipeline, levels=1)
@@ -40,14 +41,14 @@ def august(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 
 def tiny_vae() -> Any:
-    torch.manual_seed(1)
-    return diffusers.AutoencoderKL(
+    vae = diffusers.AutoencoderKL(
         block_out_channels=(8,),
         down_block_types=("DownEncoderBlock2D",),
         up_block_types=("UpDecoderBlock2D",),
         layers_per_block=1,
         norm_num_groups=4,
-    ).eval()
+    )
+    return models.randomise(vae, 1).eval()
 
 
 def hooked(module: nn.Module) -> bool:

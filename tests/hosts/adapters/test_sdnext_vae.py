@@ -13,6 +13,7 @@ import torch
 from hosts.standins.sdnext import HAS_GROUPS, Host, close, diffusers, hosted, tiny_unet
 from sfast_ext import accelerator_of
 from sfast_ext.hosts.sdnext.refusals import layers_bypass_reason
+from sfast_ext.tools.lib import models
 
 pytestmark = pytest.mark.usefixtures("vae_plans_at_once")
 
@@ -21,8 +22,7 @@ LATENT = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(7))
 
 
 def make_vae(seed: int = 1) -> Any:
-    torch.manual_seed(seed)
-    return diffusers.AutoencoderKL(
+    vae = diffusers.AutoencoderKL(
         block_out_channels=(8, 16),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
@@ -30,7 +30,8 @@ def make_vae(seed: int = 1) -> Any:
         norm_num_groups=4,
         latent_channels=4,
         sample_size=16,
-    ).eval()
+    )
+    return models.randomise(vae, seed).eval()
 
 
 @pytest.fixture

@@ -43,15 +43,15 @@ def tiny_unet(seed: int = 0, levels: int = 2) -> Any:
 
 @functools.lru_cache(maxsize=None)
 def _tiny_unet(seed: int, levels: int) -> Any:
-    torch.manual_seed(seed)
-    return diffusers.UNet2DConditionModel(
+    unet = diffusers.UNet2DConditionModel(
         **LEVELS[levels],
         sample_size=8,
         layers_per_block=1,
         norm_num_groups=4,
         cross_attention_dim=16,
         attention_head_dim=8,
-    ).eval()
+    )
+    return models.randomise(unet, seed).eval()
 
 
 def pipeline(seed: int = 0, levels: int = 2) -> Any:

@@ -49,8 +49,7 @@ class CLIPTextModel(nn.Module):
 
     def __init__(self, size: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.layer = nn.Embedding(size // 16 // dtype.itemsize, 16, dtype=dtype)
+        self.layer = models.randomise(nn.Embedding(size // 16 // dtype.itemsize, 16, dtype=dtype), seed)
 
     @property
     def device(self) -> torch.device:
@@ -67,8 +66,7 @@ def unet(seed: int = 0) -> Any:
 
 @functools.lru_cache(maxsize=None)
 def _unet(seed: int) -> Any:
-    torch.manual_seed(seed)
-    return diffusers.UNet2DConditionModel(
+    unet = diffusers.UNet2DConditionModel(
         sample_size=8,
         block_out_channels=(4, 16, 80),
         layers_per_block=1,
@@ -77,7 +75,8 @@ def _unet(seed: int) -> Any:
         up_block_types=("UpBlock2D",) * 3,
         cross_attention_dim=16,
         attention_head_dim=8,
-    ).eval()
+    )
+    return models.randomise(unet, seed).eval()
 
 
 def vae(seed: int = 1) -> Any:
@@ -86,15 +85,15 @@ def vae(seed: int = 1) -> Any:
 
 @functools.lru_cache(maxsize=None)
 def _vae(seed: int) -> Any:
-    torch.manual_seed(seed)
-    return diffusers.AutoencoderKL(
+    vae = diffusers.AutoencoderKL(
         block_out_channels=(4, 32),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
         layers_per_block=1,
         norm_num_groups=4,
         latent_channels=4,
-    ).eval()
+    )
+    return models.randomise(vae, seed).eval()
 
 
 def weights(module: nn.Module) -> int:

@@ -274,7 +274,7 @@ def test_it_computes_its_reference(case: Case, dtype: torch.dtype, monkeypatch: 
 def test_full_precision_is_left_to_others(case: Case) -> None:
     hopper()
     given = case.operands(torch.float32, CUDA)
-    with triton_runtime.without_triton(), torch.backends.cudnn.flags(allow_tf32=False):
+    with triton_runtime.without_triton(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         results = case.kernel.launch(*given)
     targets = case.kernel.reference(*(x.double() if isinstance(x, Tensor) else x for x in given))
     if isinstance(results, Tensor):

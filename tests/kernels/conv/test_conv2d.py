@@ -142,7 +142,7 @@ def test_what_it_does_not_read():
         "5x5": (x, F.pad(weight, (1, 1, 1, 1)).contiguous(memory_format=NHWC)),
         "no picture": (x[:0], weight),
     }
-    with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         for name, args in refused.items():
             assert conv2d.accepts(*args), name
             assert torch.equal(conv2d.launch(*args), conv2d.fallback(*args)), name
