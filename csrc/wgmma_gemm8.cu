@@ -12,10 +12,12 @@
 // a tile's columns are values, the other half their gates, from the two halves of the weight's rows; WIDTH; STAGES;
 // TEAM; PAIR, 1 or 2, blocks of a cluster with neighbouring rows that share the weight by TMA multicast; GATE_FIRST,
 // whether the gates are the first half of the weight's rows; TANH, GELU by tanh instead of erf; BF16, the type of the
-// result, the bias and the residual.
+// result, the bias and the residual; AHEAD, 0, or so many weights of later products whose rows three warps compare in
+// the meantime (weight_digest.h).
 
 #include "hopper.h"
 #include "hopper_gelu.h"
+#include "weight_digest.h"
 
 enum { kPlain, kResidual, kGeglu };
 
@@ -45,7 +47,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
     wgmma_gemm8(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap x,
                 const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap residual,
                 const float* x_scale, const float* weight_scale, const unsigned short* bias, int steps, int rows,
-                int columns, int tiles_down, int tiles_across) {
+                int columns, int tiles_down, int tiles_across
+#if AHEAD
+                ,
+                const __grid_constant__ Ahead ahead, unsigned* taken
+#endif
+) {
+#if AHEAD
+  __shared__ int loaded;  // whether all of the block's operands are on their way
+#endif
   extern __shared__ unsigned char shared[];
   __shared__ alignas(8) u64 barriers[2 * STAGES + 4];
   const u32 base = (smem_address(shared) + 1023) & ~1023u;
@@ -63,6 +73,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
     }
     fence_barrier_init();
     pdl_launch_dependents();
+#if AHEAD
+    loaded = 0;
+#endif
   }
   if (PAIR > 1)
     cluster_sync_relaxed();
@@ -76,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
   };
 
   if (warp >= 8) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(AHEAD ? 40 : 24));
     if (warp == 8) {
       const u32 elected = elect_one();
       u32 stage = 0, parity = 1;
@@ -116,9 +129,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
           }
         }
       }
+#if AHEAD
+      if (elected) *(volatile int*)&loaded = 1;
+    } else {
+      pdl_wait();
+      compare_ahead(ahead, taken, &loaded, lane);
+#endif
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(AHEAD ? 232 : 240));
     if (threadIdx.x == 0) {
       prefetch(&out);
       if (EPILOGUE == kResidual) prefetch(&residual);

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend import ahead, cuda_tier, nvrtc
+from sfast_ext.kernels.backend.launch_log import AddressTable
 from sfast_ext.kernels.backend.registry import require
 from sfast_ext.kernels.backend.triton_runtime import (
     HALF,
@@ -34,6 +35,9 @@ _SHARED = 227 << 10  # bytes of shared memory that a block may have
 _OWN = 1024 + 256  # bytes of it: alignment of the stages to 1 KB, and mbarriers
 _VECTORS = 4 + 2  # bytes of the scale and the bias of a column
 _MAX_STAGES = 8
+_MOST_WIDTH_AHEAD = 160  # columns of a tile whose sums leave registers for warps that compare weights
+_MIN_BLOCKS_AHEAD = 64  # of such a launch
+_AT_ONCE = 2560  # elements of rows that such a warp takes, TAKEN in csrc/weight_digest.h
 _ALIGNED = 16  # bytes, for TMA
 
 
@@ -132,10 +136,14 @@ def tiles(x: Tensor, weight: Tensor, *, residual: bool = False, geglu: bool = Fa
     epilogue = GEGLU if geglu else RESIDUAL if residual else PLAIN
 
     def microseconds(tile: Tile) -> float:
-        waves = cdiv(_tiles(rows, columns, tile, epilogue), _at_once(tile, device))
-        return tile.begin + waves * (tile.start + tile.step * cdiv(depth, DEPTH))
+        return _microseconds(rows, columns, depth, tile, epilogue, device)
 
     return sorted(filter(lambda tile: fits(tile, epilogue), TILES), key=microseconds)
+
+
+def _microseconds(rows: int, columns: int, depth: int, tile: Tile, epilogue: int, device: torch.device) -> float:
+    waves = cdiv(_tiles(rows, columns, tile, epilogue), _at_once(tile, device))
+    return tile.begin + waves * (tile.start + tile.step * cdiv(depth, DEPTH))
 
 
 def fits(tile: Tile, epilogue: int) -> bool:
@@ -172,7 +180,8 @@ def linear(
         out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=dtype, device=x.device)
     chosen = tile or tiles(x, weight, residual=residual is not None)[0]
     epilogue = PLAIN if residual is None else RESIDUAL
-    _launch(out, x, x_scale, weight, weight_scale, bias, residual, constants(chosen, x.dtype, out.dtype, epilogue))
+    given = constants(chosen, x.dtype, out.dtype, epilogue)
+    _launch(chosen, out, x, x_scale, weight, weight_scale, bias, residual, given)
     return out
 
 
@@ -199,7 +208,7 @@ def geglu(
     out = torch.empty((*x.shape[:-1], weight.shape[0] // 2), dtype=dtype, device=x.device)
     chosen = tile or tiles(x, weight, geglu=True)[0]
     given = constants(chosen, x.dtype, dtype, GEGLU, gate_first, approximate)
-    _launch(out, x, x_scale, weight, weight_scale, bias, None, given)
+    _launch(chosen, out, x, x_scale, weight, weight_scale, bias, None, given)
     return out
 
 
@@ -222,6 +231,7 @@ def constants(
         "GATE_FIRST": int(gate_first),
         "TANH": int(approximate == "tanh"),
         "BF16": int(dtype == torch.bfloat16),
+        "AHEAD": ahead.ENTRIES if tile.width <= _MOST_WIDTH_AHEAD else 0,
     }
 
 
@@ -274,7 +284,7 @@ def _stages(width: int, out: int) -> int:
 
 
 def _launch(
-    out: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
+    tile: Tile, out: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
     residual: Tensor | None, given: dict[str, int],
 ) -> None:  # fmt: skip
     rows, columns = _count(x), out.shape[-1]
@@ -282,12 +292,15 @@ def _launch(
     count = cdiv(cdiv(rows, ROWS), given["PAIR"]) * cdiv(columns, width)
     grid = min(count, max(1, multiprocessors(device_of(x)) // given["PAIR"])) * given["PAIR"]
     operands = out, x.contiguous(), x_scale.contiguous(), weight, weight_scale, bias, residual
-    launch_kernel(_SOURCE, (grid,), *operands, **given)
+    part = None
+    if given["AHEAD"] and grid >= _MIN_BLOCKS_AHEAD:
+        part = ahead.carried(_microseconds(rows, columns, x.shape[-1], tile, given["EPILOGUE"], device_of(x)))
+    launch_kernel(_SOURCE, (grid,), *operands, part, **given)
 
 
 def _prepared(
     out: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
-    residual: Tensor | None, **constants: int,
+    residual: Tensor | None, part: ahead.Part | None = None, **constants: int,
 ) -> tuple[list[Any], int, int]:  # fmt: skip
     rows, depth, columns, width = _count(x), x.shape[-1], out.shape[-1], constants["WIDTH"]
     of_out = width // 2 if constants["EPILOGUE"] == GEGLU else width
@@ -305,10 +318,47 @@ def _prepared(
     ]
     tiles = cdiv(cdiv(rows, ROWS), constants["PAIR"]), cdiv(columns, of_out)
     numbers = map(ctypes.c_int, (cdiv(depth, DEPTH), rows, columns, *tiles))
-    return [*maps, x_scale, weight_scale, bias, *numbers], _THREADS, shared_bytes(constants)
+    others = _carried(part) if constants["AHEAD"] else ()
+    return [*maps, x_scale, weight_scale, bias, *numbers, *others], _THREADS, shared_bytes(constants)
 
 
-_NAMES = ("out", "x", "x_scale", "weight", "weight_scale", "bias", "residual")
+class _Ahead(ctypes.Structure):
+    """`Ahead` of csrc/weight_digest.h."""
+
+    _fields_ = [
+        ("weights", ctypes.c_uint64 * ahead.ENTRIES),
+        ("digests", ctypes.c_uint64 * ahead.ENTRIES),
+        ("first", ctypes.c_int * (ahead.ENTRIES + 1)),
+        ("counts", ctypes.c_int * ahead.ENTRIES),
+        ("strides", ctypes.c_int * ahead.ENTRIES),
+        ("columns", ctypes.c_uint16 * ahead.ENTRIES),
+        ("groups", ctypes.c_uint16 * ahead.ENTRIES),
+        ("type", ctypes.c_int),
+    ]
+
+
+def _carried(part: ahead.Part | None) -> tuple[AddressTable, Tensor | None]:
+    """The weights that a launch compares, and their counter."""
+    table = _Ahead()
+    places: dict[int, Tensor] = {}
+    if part is None:
+        return AddressTable(table, places), None
+    first = 0
+    for i, (weight, row, _, digest, group) in enumerate(part.entries):
+        for field, tensor in ((_Ahead.weights, weight), (_Ahead.digests, digest)):
+            places[field.offset + 8 * i] = tensor
+        table.weights[i], table.digests[i] = weight.data_ptr(), digest.data_ptr()
+        count, columns = row.shape
+        table.counts[i], table.strides[i], table.columns[i], table.groups[i] = count, weight.stride(0), columns, group
+        first += cdiv(count, max(1, _AT_ONCE // columns))
+        table.first[i + 1] = first
+    for i in range(len(part.entries), ahead.ENTRIES):
+        table.first[i + 1] = first
+    table.type = cuda_tier.TYPES[part.entries[0].weight.dtype]
+    return AddressTable(table, places), part.taken
+
+
+_NAMES = ("out", "x", "x_scale", "weight", "weight_scale", "bias", "residual", "part")
 # a plan writes the weight too, so nothing is read before the wait
 _SOURCE = nvrtc.Source("wgmma_gemm8", _prepared, _NAMES, variants, hopper=True)
 SOURCES = (_SOURCE,)
