@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
 #endif
 ) {
 #if AHEAD
-  __shared__ int loaded;  // whether all of the block's operands are on their way
+  __shared__ int nearly;  // whether all of the block's operands are on their way
 #endif
   extern __shared__ unsigned char shared[];
   __shared__ alignas(8) u64 barriers[2 * STAGES + 4];
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
     fence_barrier_init();
     pdl_launch_dependents();
 #if AHEAD
-    loaded = 0;
+    nearly = 0;
 #endif
   }
   if (PAIR > 1)
@@ -130,10 +130,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
         }
       }
 #if AHEAD
-      if (elected) *(volatile int*)&loaded = 1;
+      if (elected) *(volatile int*)&nearly = 1;
     } else {
       pdl_wait();
-      compare_ahead(ahead, taken, &loaded, lane);
+      compare_ahead(ahead, taken, &nearly, lane);
 #endif
     }
   } else {
