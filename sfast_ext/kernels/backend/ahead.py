@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sfast_ext.kernels.backend import health, launch_log
 from sfast_ext.kernels.backend.registry import Kernel
 
 ENTRIES = 24
@@ -40,6 +41,15 @@ class Part:
     def __init__(self, entries: Sequence[Any], taken: Tensor, size: int, rest: Callable[[Part], None]) -> None:
         self.entries, self.taken, self.size, self.rest = entries, taken, size, rest
         self.left = float(size)
+        self.owner = launch_log.kernel.get()
+
+    def finish(self) -> None:
+        """Launch the rest. What fails there is a fault of the kernel that handed it over."""
+        try:
+            self.rest(self)
+        except Exception as exc:
+            health.attribute(exc, self.owner)
+            raise
 
 
 class _Following:
@@ -52,7 +62,7 @@ class _Following:
 
     def finish(self, address: int) -> None:
         for part in self.parts.pop(address, ()):
-            part.rest(part)
+            part.finish()
 
 
 _following: ContextVar[_Following | None] = ContextVar("ahead", default=None)

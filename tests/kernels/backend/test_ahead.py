@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import ahead
+from sfast_ext.kernels.backend import ahead, health, launch_log
 
 DEVICE = torch.device("cpu")
 
@@ -100,3 +100,16 @@ def test_an_error_ends_it(log: list[str]) -> None:
         handed(log, "one", rows)
         raise ZeroDivisionError
     assert ahead.carried(1) is None and log == []
+
+
+def test_what_fails_is_a_fault_of_the_kernel_that_handed_it_over() -> None:
+    def fails(part: ahead.Part) -> None:
+        raise RuntimeError("a launch")
+
+    rows = some()
+    with ahead.following(DEVICE), pytest.raises(RuntimeError) as caught:
+        token = launch_log.kernel.set("quantise_weights")
+        ahead.hand_over(rows, [], 1, fails)
+        launch_log.kernel.reset(token)
+        ahead.join(rows)
+    assert list(health.culprits(caught.value)) == ["quantise_weights"]
