@@ -182,27 +182,27 @@ __device__ __forceinline__ void follow(const Table& table, int entry, long long 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     quantise_weights(const __grid_constant__ Table table, int rows, const unsigned* taken) {
   pdl_wait();
-  const int lane = threadIdx.x % 32, times = (int)*taken;
-  for (int first = (blockIdx.x * WARPS + threadIdx.x / 32) * 32; first < rows; first += gridDim.x * WARPS * 32) {
-    const bool there = first + lane < rows;
-    const int number = there ? first + lane : rows - 1, own = entry_of(table, number);
-    const int index = number - table.first[own], at_once = rows_at_once(table.columns[own]);
-    bool due = false;
-    if (there) {
-      // what was taken of the weights in front, and of this one
-      int before = 0;
-      for (int i = 0; i < own; ++i) {
-        const int of = rows_at_once(table.columns[i]);
-        before += (table.first[i + 1] - table.first[i] + of - 1) / of;
-      }
-      due = before + index / at_once >= times || reinterpret_cast<const Word*>(table.digests[own])[index] == 0;
-    }
-    if (!any_of_warp(due)) continue;
+  const int lane = threadIdx.x % 32, warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = gridDim.x * WARPS;
+  // rows are taken in the order of their numbers
+  int compared = 0, times = (int)*taken;
+  for (int entry = 0; compared < rows; ++entry) {
+    const int at_once = rows_at_once(table.columns[entry]), here = table.first[entry + 1] - table.first[entry];
+    compared = table.first[entry] + min(times * at_once, here);
+    if (compared < table.first[entry + 1]) break;
+    times -= (here + at_once - 1) / at_once;
+  }
+  for (int number = compared + warp; number < rows; number += warps) {
+    const int entry = entry_of(table, number), index = number - table.first[entry];
+    follow(table, entry, index, reinterpret_cast<const Word*>(table.digests[entry])[index], lane);
+  }
+  for (int first = warp * 32; first < compared; first += warps * 32) {
+    const int number = min(first + lane, compared - 1), own = entry_of(table, number);
+    const bool erased = reinterpret_cast<const Word*>(table.digests[own])[number - table.first[own]] == 0;
+    if (!any_of_warp(erased)) continue;
     for (int i = 0; i < 32; ++i) {
-      if (!any_of_warp(due && lane == i)) continue;
-      const int entry = entry_of(table, first + i);
-      const long long at = first + i - table.first[entry];
-      follow(table, entry, at, reinterpret_cast<const Word*>(table.digests[entry])[at], lane);
+      if (!any_of_warp(erased && lane == i)) continue;
+      const int of = min(first + i, compared - 1), entry = entry_of(table, of);
+      follow(table, entry, of - table.first[entry], 0, lane);
     }
   }
 }

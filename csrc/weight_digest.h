@@ -12,7 +12,6 @@ typedef unsigned long long Word;
 #define START_FIRST 0xa0761d6478bd642full
 #define START_SECOND 0xe7037ed1a0b428dbull
 #define SEED 0x8ebc6af09c88c6e3ull
-#define TAKEN 2560
 
 __device__ __forceinline__ Word digest_of_words(Word a, Word b) { return a * b ^ __umul64hi(a, b); }
 
@@ -23,7 +22,7 @@ __device__ __forceinline__ Word digest_of_sum(Word sum, int columns, int group, 
 }
 
 // Rows that are taken at once.
-__device__ __forceinline__ int rows_at_once(int columns) { return columns > TAKEN ? 1 : TAKEN / columns; }
+__device__ __forceinline__ int rows_at_once(int columns) { return columns > 1280 ? 1 : 2; }
 
 #if AHEAD
 // Weights of later products, whose rows are compared by warps that have nothing else to do. `first` counts what is taken

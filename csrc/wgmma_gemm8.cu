@@ -30,6 +30,10 @@ constexpr int kInputBytes = kBlockM * 128, kPart = WIDTH / 2 * 128, kStageBytes 
 constexpr int kChunk = kOut % 32 ? 16 : 32, kLine = 2 * kChunk, kBox = 64 * kLine;
 constexpr int kBuffer = 64 * 2 * kOut;                    // bytes of a consumer warpgroup's buffer
 constexpr int kBiases = 4 * WIDTH, kVectors = 6 * WIDTH;  // offset of the bias after the scales; bytes of both
+#ifndef LAST
+#define LAST 8
+#endif
+constexpr int kLast = LAST;                               // steps before the end, from which on no rows are taken
 constexpr int kWarpgroup = 1;                             // named barriers of the consumer warpgroups, 1 and 2
 static_assert(kOut % kChunk == 0 && kBuffer % 1024 == 0 && kPart % 1024 == 0, "swizzles begin at multiples of 1 KB");
 
@@ -54,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
 #endif
 ) {
 #if AHEAD
-  __shared__ int nearly;  // whether all of the block's operands are on their way
+  __shared__ int nearly;  // whether the block is nearly at its end
 #endif
   extern __shared__ unsigned char shared[];
   __shared__ alignas(8) u64 barriers[2 * STAGES + 4];
@@ -107,6 +111,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
         for (int i = 0; i < 2 / PAIR; ++i)
           tma_prefetch(elected, &weight, step * kBlockK, part_from(column, PAIR > 1 ? rank : i));
       pdl_wait();  // the weight too is written in a plan
+#if AHEAD
+      const int own = (tiles - int(blockIdx.x) / PAIR - 1) / (int(gridDim.x) / PAIR) + 1;
+      int left = max(own * steps - kLast, 0);
+      if (elected && left == 0) *(volatile int*)&nearly = 1;
+#endif
       for (int tile = blockIdx.x / PAIR; tile < tiles; tile += gridDim.x / PAIR) {
         place(tile, row, column);
         for (int step = 0; step < steps; ++step) {
@@ -127,10 +136,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
             stage = 0;
             parity ^= 1;
           }
+#if AHEAD
+          if (--left == 0 && elected) *(volatile int*)&nearly = 1;
+#endif
         }
       }
 #if AHEAD
-      if (elected) *(volatile int*)&nearly = 1;
     } else {
       pdl_wait();
       compare_ahead(ahead, taken, &nearly, lane);

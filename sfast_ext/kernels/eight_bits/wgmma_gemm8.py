@@ -37,7 +37,7 @@ _VECTORS = 4 + 2  # bytes of the scale and the bias of a column
 _MAX_STAGES = 8
 _MOST_WIDTH_AHEAD = 160  # columns of a tile whose sums leave registers for warps that compare weights
 _MIN_BLOCKS_AHEAD = 64  # of such a launch
-_AT_ONCE = 2560  # elements of rows that such a warp takes, TAKEN in csrc/weight_digest.h
+_SHORT = 1280  # columns of a weight of which such a warp takes two rows at once, as in csrc/weight_digest.h
 _ALIGNED = 16  # bytes, for TMA
 
 
@@ -350,7 +350,7 @@ def _carried(part: ahead.Part | None) -> tuple[AddressTable, Tensor | None]:
         table.weights[i], table.digests[i] = weight.data_ptr(), digest.data_ptr()
         count, columns = row.shape
         table.counts[i], table.strides[i], table.columns[i], table.groups[i] = count, weight.stride(0), columns, group
-        first += cdiv(count, max(1, _AT_ONCE // columns))
+        first += cdiv(count, 2 if columns <= _SHORT else 1)
         table.first[i + 1] = first
     for i in range(len(part.entries), ahead.ENTRIES):
         table.first[i + 1] = first
