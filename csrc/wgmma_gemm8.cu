@@ -19,6 +19,10 @@
 #include "hopper_gelu.h"
 #include "weight_digest.h"
 
+#ifndef LAST
+#define LAST 8  // steps before a block's end, from which on no rows are taken
+#endif
+
 enum { kPlain, kResidual, kGeglu };
 
 constexpr int kBlockM = 128, kBlockK = 128, kThreads = 3 * 128;
@@ -30,10 +34,6 @@ constexpr int kInputBytes = kBlockM * 128, kPart = WIDTH / 2 * 128, kStageBytes 
 constexpr int kChunk = kOut % 32 ? 16 : 32, kLine = 2 * kChunk, kBox = 64 * kLine;
 constexpr int kBuffer = 64 * 2 * kOut;                    // bytes of a consumer warpgroup's buffer
 constexpr int kBiases = 4 * WIDTH, kVectors = 6 * WIDTH;  // offset of the bias after the scales; bytes of both
-#ifndef LAST
-#define LAST 8
-#endif
-constexpr int kLast = LAST;                               // steps before the end, from which on no rows are taken
 constexpr int kWarpgroup = 1;                             // named barriers of the consumer warpgroups, 1 and 2
 static_assert(kOut % kChunk == 0 && kBuffer % 1024 == 0 && kPart % 1024 == 0, "swizzles begin at multiples of 1 KB");
 
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
       pdl_wait();  // the weight too is written in a plan
 #if AHEAD
       const int own = (tiles - int(blockIdx.x) / PAIR - 1) / (int(gridDim.x) / PAIR) + 1;
-      int left = max(own * steps - kLast, 0);
+      int left = max(own * steps - LAST, 0);
       if (elected && left == 0) *(volatile int*)&nearly = 1;
 #endif
       for (int tile = blockIdx.x / PAIR; tile < tiles; tile += gridDim.x / PAIR) {
