@@ -5,19 +5,25 @@
 // the cache, for its largest magnitude and for its codes. Its digest is erased before its codes are written and stored
 // after them: a launch that ends early leaves no digest of codes that are not there.
 //
-// With REST, products in front of this launch have compared digests of rows, and erased those that differ
-// (weight_digest.h): rows without a digest are quantised, and those that were not compared are.
+// Digest: a row is read in packs of eight elements, two 64-bit words. Each word is added by exclusive or to a key of its
+// place, the 128 bits of the product of the two are folded to 64 by exclusive or, and the sums of all packs and of what
+// else the codes depend on are added, modulo 2^64; 0 becomes 1. `digest_of_rows` of quantise_weights.py does the same.
 //
 // Compile-time parameters: TYPE, that of the weights, float16 or bfloat16 (elements.h); WARPS, of a block; BLOCKS, of a
-// multiprocessor; LOADS, of a lane at a time; REST.
+// multiprocessor; LOADS, of a lane at a time.
 
 #include "elements.h"
 #include "quantise.h"
-#include "weight_digest.h"
 
+typedef unsigned long long Word;
 typedef Pack<TYPE, 8> Access;
 
 #define ENTRIES 88
+#define KEY_FIRST 0x9e3779b97f4a7c15ull
+#define KEY_SECOND 0xd1b54a32d192ed03ull
+#define START_FIRST 0xa0761d6478bd642full
+#define START_SECOND 0xe7037ed1a0b428dbull
+#define SEED 0x8ebc6af09c88c6e3ull
 
 // A parameter by value: a CUDA graph keeps it. `first` is the number of the first row of each weight, and of all rows.
 struct Table {
@@ -56,8 +62,9 @@ __device__ __forceinline__ void load_packs(const Row& row, int column, Access (&
 }
 
 __device__ __forceinline__ Word digest_of(const Access& pack, Word first, Word second) {
-  const Word a = (Word)pack.pairs[1] << 32 | pack.pairs[0], b = (Word)pack.pairs[3] << 32 | pack.pairs[2];
-  return digest_of_words(a ^ first, b ^ second);
+  const Word a = ((Word)pack.pairs[1] << 32 | pack.pairs[0]) ^ first;
+  const Word b = ((Word)pack.pairs[3] << 32 | pack.pairs[2]) ^ second;
+  return a * b ^ __umul64hi(a, b);
 }
 
 __device__ __forceinline__ Word digest_of(const Row& row, int group, int lane) {
@@ -77,7 +84,8 @@ __device__ __forceinline__ Word digest_of(const Row& row, int group, int lane) {
     const unsigned low = shuffle_xor((unsigned)sum, lanes), high = shuffle_xor((unsigned)(sum >> 32), lanes);
     sum += (Word)high << 32 | low;
   }
-  return digest_of_sum(sum, row.columns, group, TYPE);
+  sum += SEED * (((Word)row.columns << 16 | group) * 2 + TYPE);
+  return sum ? sum : 1;
 }
 
 // The values of a lane, rotated; all lanes of a warp come here.
@@ -146,77 +154,38 @@ __device__ __noinline__ void quantise(Row row, int group, int lane, float* scale
   if (apart) store_sums(taps, lane, scale + apart, apart);
 }
 
-__device__ __forceinline__ int entry_of(const Table& table, int number) {
-  int entry = 0;
-#pragma unroll
-  for (int step = 64; step > 0; step /= 2)
-    if (entry + step < ENTRIES && table.first[entry + step] <= number) entry += step;
-  return entry;
-}
-
-// Quantises a row unless `before` is its digest; all lanes of a warp come here.
-__device__ __forceinline__ void follow(const Table& table, int entry, long long index, Word before, int lane) {
-  Word* const digest = reinterpret_cast<Word*>(table.digests[entry]) + index;
-  Row row;
-  row.columns = table.columns[entry];
-  row.weight = reinterpret_cast<const unsigned short*>(table.weights[entry]) + index * table.strides[entry];
-  row.out = reinterpret_cast<signed char*>(table.rows[entry]) + index * row.columns;
-  row.aligned = table.aligned[entry / 32] >> (entry % 32) & 1;
-  const int group = table.groups[entry];
-  const Word now = digest_of(row, group, lane);
-  // a launch on another stream may have written it between the reads of two lanes
-  if (!any_of_warp(now != before)) return;
-  if (lane == 0) *digest = 0;
-  __threadfence();
-  __syncwarp();
-  float* const scale = reinterpret_cast<float*>(table.scales[entry]) + index;
-  const bool summed = table.summed[entry / 32] >> (entry % 32) & 1;
-  quantise(row, group, lane, scale, summed ? table.first[entry + 1] - table.first[entry] : 0);
-  __threadfence();
-  __syncwarp();
-  if (lane == 0) *digest = now;
-}
-
-#if REST
-// rows: of all weights of the table. taken: how many times products in front of this took rows, see weight_digest.h.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-    quantise_weights(const __grid_constant__ Table table, int rows, const unsigned* taken) {
-  pdl_wait();
-  const int lane = threadIdx.x % 32, warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = gridDim.x * WARPS;
-  // rows are taken in the order of their numbers
-  int compared = 0, times = (int)*taken;
-  for (int entry = 0; compared < rows; ++entry) {
-    const int at_once = rows_at_once(table.columns[entry]), here = table.first[entry + 1] - table.first[entry];
-    compared = table.first[entry] + min(times * at_once, here);
-    if (compared < table.first[entry + 1]) break;
-    times -= (here + at_once - 1) / at_once;
-  }
-  for (int number = compared + warp; number < rows; number += warps) {
-    const int entry = entry_of(table, number), index = number - table.first[entry];
-    follow(table, entry, index, reinterpret_cast<const Word*>(table.digests[entry])[index], lane);
-  }
-  for (int first = warp * 32; first < compared; first += warps * 32) {
-    const int number = min(first + lane, compared - 1), own = entry_of(table, number);
-    const bool erased = reinterpret_cast<const Word*>(table.digests[own])[number - table.first[own]] == 0;
-    if (!any_of_warp(erased)) continue;
-    for (int i = 0; i < 32; ++i) {
-      if (!any_of_warp(erased && lane == i)) continue;
-      const int of = min(first + i, compared - 1), entry = entry_of(table, of);
-      follow(table, entry, of - table.first[entry], 0, lane);
-    }
-  }
-}
-#else
 // rows: of all weights of the table.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     quantise_weights(const __grid_constant__ Table table, int rows) {
   pdl_wait();
-  const int lane = threadIdx.x % 32, begin = blockIdx.x * WARPS + threadIdx.x / 32;
-  int entry = entry_of(table, begin);
+  const int lane = threadIdx.x % 32;
+  int entry = 0;
+  const int begin = blockIdx.x * WARPS + threadIdx.x / 32;
+#pragma unroll
+  for (int step = 64; step > 0; step /= 2)
+    if (entry + step < ENTRIES && table.first[entry + step] <= begin) entry += step;
   for (int number = begin; number < rows; number += gridDim.x * WARPS) {
     while (number >= table.first[entry + 1]) ++entry;
     const long long index = number - table.first[entry];
-    follow(table, entry, index, reinterpret_cast<const Word*>(table.digests[entry])[index], lane);
+    Word* const digest = reinterpret_cast<Word*>(table.digests[entry]) + index;
+    const Word before = *digest;
+    Row row;
+    row.columns = table.columns[entry];
+    row.weight = reinterpret_cast<const unsigned short*>(table.weights[entry]) + index * table.strides[entry];
+    row.out = reinterpret_cast<signed char*>(table.rows[entry]) + index * row.columns;
+    row.aligned = table.aligned[entry / 32] >> (entry % 32) & 1;
+    const int group = table.groups[entry];
+    const Word now = digest_of(row, group, lane);
+    // a launch on another stream may have written it between the reads of two lanes
+    if (!any_of_warp(now != before)) continue;
+    if (lane == 0) *digest = 0;
+    __threadfence();
+    __syncwarp();
+    float* const scale = reinterpret_cast<float*>(table.scales[entry]) + index;
+    const bool summed = table.summed[entry / 32] >> (entry % 32) & 1;
+    quantise(row, group, lane, scale, summed ? table.first[entry + 1] - table.first[entry] : 0);
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) *digest = now;
   }
 }
-#endif

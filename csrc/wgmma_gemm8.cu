@@ -12,16 +12,10 @@
 // a tile's columns are values, the other half their gates, from the two halves of the weight's rows; WIDTH; STAGES;
 // TEAM; PAIR, 1 or 2, blocks of a cluster with neighbouring rows that share the weight by TMA multicast; GATE_FIRST,
 // whether the gates are the first half of the weight's rows; TANH, GELU by tanh instead of erf; BF16, the type of the
-// result, the bias and the residual; AHEAD, 0, or so many weights of later products whose rows three warps compare in
-// the meantime (weight_digest.h).
+// result, the bias and the residual.
 
 #include "hopper.h"
 #include "hopper_gelu.h"
-#include "weight_digest.h"
-
-#ifndef LAST
-#define LAST 8  // steps before a block's end, from which on no rows are taken
-#endif
 
 enum { kPlain, kResidual, kGeglu };
 
@@ -51,15 +45,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
     wgmma_gemm8(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap x,
                 const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap residual,
                 const float* x_scale, const float* weight_scale, const unsigned short* bias, int steps, int rows,
-                int columns, int tiles_down, int tiles_across
-#if AHEAD
-                ,
-                const __grid_constant__ Ahead ahead, unsigned* taken
-#endif
-) {
-#if AHEAD
-  __shared__ int nearly;  // whether the block is nearly at its end
-#endif
+                int columns, int tiles_down, int tiles_across) {
   extern __shared__ unsigned char shared[];
   __shared__ alignas(8) u64 barriers[2 * STAGES + 4];
   const u32 base = (smem_address(shared) + 1023) & ~1023u;
@@ -77,9 +63,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
     }
     fence_barrier_init();
     pdl_launch_dependents();
-#if AHEAD
-    nearly = 0;
-#endif
   }
   if (PAIR > 1)
     cluster_sync_relaxed();
@@ -93,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
   };
 
   if (warp >= 8) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(AHEAD ? 40 : 24));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (warp == 8) {
       const u32 elected = elect_one();
       u32 stage = 0, parity = 1;
@@ -111,11 +94,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
         for (int i = 0; i < 2 / PAIR; ++i)
           tma_prefetch(elected, &weight, step * kBlockK, part_from(column, PAIR > 1 ? rank : i));
       pdl_wait();  // the weight too is written in a plan
-#if AHEAD
-      const int own = (tiles - int(blockIdx.x) / PAIR - 1) / (int(gridDim.x) / PAIR) + 1;
-      int left = max(own * steps - LAST, 0);
-      if (elected && left == 0) *(volatile int*)&nearly = 1;
-#endif
       for (int tile = blockIdx.x / PAIR; tile < tiles; tile += gridDim.x / PAIR) {
         place(tile, row, column);
         for (int step = 0; step < steps; ++step) {
@@ -136,19 +114,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
             stage = 0;
             parity ^= 1;
           }
-#if AHEAD
-          if (--left == 0 && elected) *(volatile int*)&nearly = 1;
-#endif
         }
       }
-#if AHEAD
-    } else {
-      pdl_wait();
-      compare_ahead(ahead, taken, &nearly, lane);
-#endif
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(AHEAD ? 232 : 240));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     if (threadIdx.x == 0) {
       prefetch(&out);
       if (EPILOGUE == kResidual) prefetch(&residual);

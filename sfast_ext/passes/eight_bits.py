@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from sfast_ext import reasons
-from sfast_ext.kernels.backend import ahead, health
+from sfast_ext.kernels.backend import graph_branch, health
 from sfast_ext.kernels.eight_bits import (
     add_layer_norm8,
     gain,
@@ -59,9 +59,8 @@ KERNELS = (
     quantise_rows.launch, quantise_weights.launch, linear8.launch, geglu8.launch, layer_norm8.launch,
     add_layer_norm8.launch,
 )  # fmt: skip
-FIRST_BYTES, MOST_BYTES = 48 << 20, 384 << 20
-"""Of weights that the first launch which quantises them reads, and the largest: each reads twice as much as that in
-front of it."""
+FIRST_BANKS = 24
+"""Of the first launch that quantises weights: those of the first transformers of a UNet."""
 
 
 def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -198,7 +197,7 @@ def bank_nodes(
     group.
 
     On a GPU there is a kernel for each part of them, which the first product that reads it waits for
-    (`ahead.join`).
+    (`graph_branch.join`).
     """
     graph = gm.graph
     # weights stand at the top: what reads them stands after the last of them
@@ -232,7 +231,7 @@ def bank_nodes(
             place = fresh = call(graph, quantise_weights.launch, tuple(lists), vals)
         with graph.inserting_before(readers[id(some[0])].result):
             if some[0].rows.is_cuda:
-                fresh = call(graph, ahead.join, (fresh,), vals)
+                fresh = call(graph, graph_branch.join, (fresh,), vals)
             for i, bank in enumerate(some):
                 rows, scales, _ = held[id(bank)]
                 found[bank.weight, bank.group] = call(graph, operator.getitem, (fresh, i), rows), scales
@@ -240,18 +239,11 @@ def bank_nodes(
 
 
 def parts(banks: list[Bank]) -> list[list[Bank]]:
-    """Banks that are brought up to date by one launch each, in the order of their use: the first products wait for
+    """Banks that are brought up to date by one launch each, in the order of their use: the first products wait for a
     few."""
-    found: list[list[Bank]] = []
-    left = 0
-    for bank in banks:
-        size = 2 * bank.rows.numel()
-        if not found or size > left or len(found[-1]) == ahead.ENTRIES:
-            left = min(FIRST_BYTES << len(found), MOST_BYTES)
-            found.append([])
-        found[-1].append(bank)
-        left -= size
-    return found
+    most = quantise_weights.ENTRIES
+    rest = [banks[i : i + most] for i in range(FIRST_BANKS, len(banks), most)]
+    return [banks[:FIRST_BANKS], *rest]
 
 
 def bank_node(gm: fx.GraphModule, bank: Bank, index: int, number: int, like: fx.Node) -> fx.Node:

@@ -13,9 +13,9 @@ import torch
 from benchmarks import eight_bits as benchmark
 from sfast_ext import Accelerator, Config, accelerate
 from sfast_ext.call_signature import flatten_output
-from sfast_ext.kernels.backend import ahead
+from sfast_ext.kernels.backend import graph_branch
 from sfast_ext.kernels.eight_bits import quantise_weights
-from sfast_ext.passes import eight_bits as passes
+from sfast_ext.plans import plan as plans
 from sfast_ext.runtime import eight_bits
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import models
@@ -106,18 +106,15 @@ def test_a_first_call_takes_no_second_more(pair: Pair) -> None:
     assert chosen < exact + 1
 
 
-def test_weights_are_compared_ahead(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantise_weights, "AHEAD", 1 << 20)
-    monkeypatch.setattr(passes, "FIRST_BYTES", 4 << 20)
-    carried: list[bool] = []
-    real = ahead.carried
-    monkeypatch.setattr(ahead, "carried", lambda us: (part := real(us), carried.append(part is not None))[0])
+def test_weights_are_quantised_on_a_branch_of_the_graph(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "BRANCHES", True)
     pair.error()
     plan = next(iter(pair.acc.plans.values()))
     assert plan.banks and plan.graph is not None
-    joins = [node for node in plan._graph_module.graph.nodes if node.target is ahead.join]
+    joins = [node for node in plan._graph_module.graph.nodes if node.target is graph_branch.join]
     quantisers = [node for node in plan._graph_module.graph.nodes if node.target is quantise_weights.launch]
-    assert len(joins) == len(quantisers) > 3 and sum(carried) > 10
+    assert len(joins) == len(quantisers) >= 1
+    # far more replays than streams of the GPU, each with other weights
     for step in range(40):
         for unet in (pair.ours, pair.twin):
             for name, parameter in unet.named_parameters():
@@ -126,13 +123,13 @@ def test_weights_are_compared_ahead(pair: Pair, monkeypatch: pytest.MonkeyPatch)
         assert pair.error() < 0.04
 
 
-def test_ahead_or_not_the_same_bits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_branch_the_same_bits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     args, kwargs = models.unet_inputs(pair.ours, 512, 512)
-    monkeypatch.setattr(quantise_weights, "AHEAD", 1 << 20)
+    monkeypatch.setattr(plans, "BRANCHES", True)
     pair.ours(*args, **kwargs)
     found = flatten_output(pair.ours(*args, **kwargs))[1][0]
     pair.acc.configure(Config(drop_slower=False))
-    monkeypatch.setattr(quantise_weights, "AHEAD", 1 << 60)
+    monkeypatch.setattr(plans, "BRANCHES", False)
     for plan in list(pair.acc.plans.values()):
         plan.drop_graph()
     pair.acc.configure(CONFIG)

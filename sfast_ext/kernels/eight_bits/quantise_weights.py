@@ -25,7 +25,6 @@ Two different rows have one digest with a probability of about 2^-64 (2^-44 that
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -33,14 +32,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import ahead, cuda_tier, nvrtc
+from sfast_ext.kernels.backend import cuda_tier, graph_branch, nvrtc
 from sfast_ext.kernels.backend.launch_log import AddressTable
 from sfast_ext.kernels.backend.registry import kernel, require
 from sfast_ext.kernels.backend.triton_runtime import (
     HALF,
     cdiv,
     device_of,
-    hopper,
     is_dry_run,
     launch_kernel,
     multiprocessors,
@@ -101,10 +99,9 @@ SCALES = 10
 """Rows of what a convolution's bank has in the place of scales: those, and `sums_of_codes`."""
 _WARPS = 8  # of a block
 _BLOCKS = 4  # of a multiprocessor, all of them at once on every card
+_ROWS = 4  # of a warp on a branch of a CUDA graph, whose blocks soon leave their place to those of the graph
 _LOADS = 5  # of a lane at a time, by 16 bytes: 1,280 columns
 _MAX_COLUMNS = 65535
-AHEAD = 48 << 20
-"""Bytes of weights from which on products compare them ahead."""
 
 
 def digest_of_rows(weight: Tensor, group: int = 0) -> Tensor:
@@ -158,20 +155,12 @@ class _Entry(NamedTuple):
     group: int
 
 
-def constants(dtype: torch.dtype, rest: bool = False) -> dict[str, int]:
+def constants(dtype: torch.dtype) -> dict[str, int]:
     """Compile-time parameters of csrc/quantise_weights.cu."""
-    return {
-        "TYPE": cuda_tier.TYPES[dtype],
-        "WARPS": _WARPS,
-        "BLOCKS": _BLOCKS,
-        "LOADS": _LOADS,
-        "REST": int(rest),
-    }
+    return {"TYPE": cuda_tier.TYPES[dtype], "WARPS": _WARPS, "BLOCKS": _BLOCKS, "LOADS": _LOADS}
 
 
-def _prepared(
-    _: Any, entries: Sequence[_Entry], taken: Tensor | None = None, **constants: int
-) -> tuple[list[Any], int, int]:
+def _prepared(_: Any, entries: Sequence[_Entry], **constants: int) -> tuple[list[Any], int, int]:
     table, places, first = _Table(), {}, 0
     for i, entry in enumerate(entries):
         for name, tensor in zip(("weights", "rows", "scales", "digests"), entry):
@@ -187,8 +176,7 @@ def _prepared(
         table.summed[i // 32] |= (entry.scale.dim() == 2) << i % 32
     for i in range(len(entries), ENTRIES):
         table.first[i + 1] = first
-    more = [taken] if constants["REST"] else []
-    return [AddressTable(table, places), ctypes.c_int(first), *more], 32 * constants["WARPS"], 0
+    return [AddressTable(table, places), ctypes.c_int(first)], 32 * constants["WARPS"], 0
 
 
 def _aligned(entry: _Entry) -> bool:
@@ -245,7 +233,7 @@ def _accepts_devices(entries: list[_Entry]) -> Iterator[str | None]:
 def launch(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, groups: Sequence[int]) -> list[Tensor]:
     """`reference`, written over `rows`, in one launch for each 88 weights of a dtype; returns `rows`.
 
-    Within `ahead.following` on Hopper, products in front of `ahead.join(rows)` do most of it.
+    It is launched on the branch of a CUDA graph if there is one: `graph_branch.join(rows)` waits for it.
 
     For each row whose digest (`digest_of_rows`) is not the one in digests[i], rows[i], scales[i] and then digests[i]
     are written. The rest is left as it is. A new bank has digests of zeros.
@@ -261,28 +249,13 @@ def launch(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, g
     for entry in map(_Entry, weights, rows, scales, digests, groups):
         if entry.weight.numel():
             by_dtype.setdefault(entry.weight.dtype, []).append(entry)
-    for entries in by_dtype.values():
+    for dtype, entries in by_dtype.items():
         for start in range(0, len(entries), ENTRIES):
             some = entries[start : start + ENTRIES]
-            if not _handed_over(some, rows):
-                _launch(some)
+            x, count = some[0].weight, sum(len(entry.row) for entry in some)
+            blocks = min(cdiv(count, _WARPS), _BLOCKS * multiprocessors(device_of(x)))
+            if graph_branch.is_open():
+                blocks = cdiv(count, _WARPS * _ROWS)
+            with graph_branch.aside(rows):
+                launch_kernel(SOURCE, (blocks,), x, some, **constants(dtype))
     return list(rows)
-
-
-def _launch(entries: list[_Entry], part: ahead.Part | None = None) -> None:
-    x, count = entries[0].weight, sum(len(entry.row) for entry in entries)
-    blocks = min(cdiv(count, _WARPS * (32 if part else 1)), _BLOCKS * multiprocessors(device_of(x)))
-    more = (part.taken,) if part else ()
-    launch_kernel(SOURCE, (blocks,), x, entries, *more, **constants(x.dtype, part is not None))
-    if is_dry_run() and hopper(device_of(x)):
-        launch_kernel(SOURCE, (blocks,), x, entries, x, **constants(x.dtype, rest=True))  # as it is captured
-
-
-def _handed_over(entries: list[_Entry], rows: Tensors) -> bool:
-    """Whether products compare rows ahead of `ahead.join(rows)`, which launches what quantises those that changed."""
-    size = sum(2 * entry.weight.numel() for entry in entries)
-    if is_dry_run() or size < AHEAD or len(entries) > ahead.ENTRIES or not hopper(device_of(entries[0].weight)):
-        return False
-    if not all(_aligned(entry) and entry.row.shape[1] <= ahead.MOST_COLUMNS for entry in entries):
-        return False
-    return ahead.hand_over(rows, entries, size, functools.partial(_launch, entries))

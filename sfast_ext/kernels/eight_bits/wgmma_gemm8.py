@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import ahead, cuda_tier, nvrtc
-from sfast_ext.kernels.backend.launch_log import AddressTable
+from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.kernels.backend.registry import require
 from sfast_ext.kernels.backend.triton_runtime import (
     HALF,
@@ -35,9 +34,6 @@ _SHARED = 227 << 10  # bytes of shared memory that a block may have
 _OWN = 1024 + 256  # bytes of it: alignment of the stages to 1 KB, and mbarriers
 _VECTORS = 4 + 2  # bytes of the scale and the bias of a column
 _MAX_STAGES = 8
-_MOST_WIDTH_AHEAD = 160  # columns of a tile whose sums leave registers for warps that compare weights
-_MIN_BLOCKS_AHEAD = 64  # of such a launch
-_SHORT = 1280  # columns of a weight of which such a warp takes two rows at once, as in csrc/weight_digest.h
 _ALIGNED = 16  # bytes, for TMA
 
 
@@ -136,14 +132,10 @@ def tiles(x: Tensor, weight: Tensor, *, residual: bool = False, geglu: bool = Fa
     epilogue = GEGLU if geglu else RESIDUAL if residual else PLAIN
 
     def microseconds(tile: Tile) -> float:
-        return _microseconds(rows, columns, depth, tile, epilogue, device)
+        waves = cdiv(_tiles(rows, columns, tile, epilogue), _at_once(tile, device))
+        return tile.begin + waves * (tile.start + tile.step * cdiv(depth, DEPTH))
 
     return sorted(filter(lambda tile: fits(tile, epilogue), TILES), key=microseconds)
-
-
-def _microseconds(rows: int, columns: int, depth: int, tile: Tile, epilogue: int, device: torch.device) -> float:
-    waves = cdiv(_tiles(rows, columns, tile, epilogue), _at_once(tile, device))
-    return tile.begin + waves * (tile.start + tile.step * cdiv(depth, DEPTH))
 
 
 def fits(tile: Tile, epilogue: int) -> bool:
@@ -180,8 +172,7 @@ def linear(
         out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=dtype, device=x.device)
     chosen = tile or tiles(x, weight, residual=residual is not None)[0]
     epilogue = PLAIN if residual is None else RESIDUAL
-    given = constants(chosen, x.dtype, out.dtype, epilogue)
-    _launch(chosen, out, x, x_scale, weight, weight_scale, bias, residual, given)
+    _launch(out, x, x_scale, weight, weight_scale, bias, residual, constants(chosen, x.dtype, out.dtype, epilogue))
     return out
 
 
@@ -208,7 +199,7 @@ def geglu(
     out = torch.empty((*x.shape[:-1], weight.shape[0] // 2), dtype=dtype, device=x.device)
     chosen = tile or tiles(x, weight, geglu=True)[0]
     given = constants(chosen, x.dtype, dtype, GEGLU, gate_first, approximate)
-    _launch(chosen, out, x, x_scale, weight, weight_scale, bias, None, given)
+    _launch(out, x, x_scale, weight, weight_scale, bias, None, given)
     return out
 
 
@@ -231,7 +222,6 @@ def constants(
         "GATE_FIRST": int(gate_first),
         "TANH": int(approximate == "tanh"),
         "BF16": int(dtype == torch.bfloat16),
-        "AHEAD": ahead.ENTRIES if tile.width <= _MOST_WIDTH_AHEAD else 0,
     }
 
 
@@ -284,7 +274,7 @@ def _stages(width: int, out: int) -> int:
 
 
 def _launch(
-    tile: Tile, out: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
+    out: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
     residual: Tensor | None, given: dict[str, int],
 ) -> None:  # fmt: skip
     rows, columns = _count(x), out.shape[-1]
@@ -292,15 +282,12 @@ def _launch(
     count = cdiv(cdiv(rows, ROWS), given["PAIR"]) * cdiv(columns, width)
     grid = min(count, max(1, multiprocessors(device_of(x)) // given["PAIR"])) * given["PAIR"]
     operands = out, x.contiguous(), x_scale.contiguous(), weight, weight_scale, bias, residual
-    part = None
-    if given["AHEAD"] and grid >= _MIN_BLOCKS_AHEAD:
-        part = ahead.carried(_microseconds(rows, columns, x.shape[-1], tile, given["EPILOGUE"], device_of(x)))
-    launch_kernel(_SOURCE, (grid,), *operands, part, **given)
+    launch_kernel(_SOURCE, (grid,), *operands, **given)
 
 
 def _prepared(
     out: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
-    residual: Tensor | None, part: ahead.Part | None = None, **constants: int,
+    residual: Tensor | None, **constants: int,
 ) -> tuple[list[Any], int, int]:  # fmt: skip
     rows, depth, columns, width = _count(x), x.shape[-1], out.shape[-1], constants["WIDTH"]
     of_out = width // 2 if constants["EPILOGUE"] == GEGLU else width
@@ -318,47 +305,10 @@ def _prepared(
     ]
     tiles = cdiv(cdiv(rows, ROWS), constants["PAIR"]), cdiv(columns, of_out)
     numbers = map(ctypes.c_int, (cdiv(depth, DEPTH), rows, columns, *tiles))
-    others = _carried(part) if constants["AHEAD"] else ()
-    return [*maps, x_scale, weight_scale, bias, *numbers, *others], _THREADS, shared_bytes(constants)
+    return [*maps, x_scale, weight_scale, bias, *numbers], _THREADS, shared_bytes(constants)
 
 
-class _Ahead(ctypes.Structure):
-    """`Ahead` of csrc/weight_digest.h."""
-
-    _fields_ = [
-        ("weights", ctypes.c_uint64 * ahead.ENTRIES),
-        ("digests", ctypes.c_uint64 * ahead.ENTRIES),
-        ("first", ctypes.c_int * (ahead.ENTRIES + 1)),
-        ("counts", ctypes.c_int * ahead.ENTRIES),
-        ("strides", ctypes.c_int * ahead.ENTRIES),
-        ("columns", ctypes.c_uint16 * ahead.ENTRIES),
-        ("groups", ctypes.c_uint16 * ahead.ENTRIES),
-        ("type", ctypes.c_int),
-    ]
-
-
-def _carried(part: ahead.Part | None) -> tuple[AddressTable, Tensor | None]:
-    """The weights that a launch compares, and their counter."""
-    table = _Ahead()
-    places: dict[int, Tensor] = {}
-    if part is None:
-        return AddressTable(table, places), None
-    first = 0
-    for i, (weight, row, _, digest, group) in enumerate(part.entries):
-        for field, tensor in ((_Ahead.weights, weight), (_Ahead.digests, digest)):
-            places[field.offset + 8 * i] = tensor
-        table.weights[i], table.digests[i] = weight.data_ptr(), digest.data_ptr()
-        count, columns = row.shape
-        table.counts[i], table.strides[i], table.columns[i], table.groups[i] = count, weight.stride(0), columns, group
-        first += cdiv(count, 2 if columns <= _SHORT else 1)
-        table.first[i + 1] = first
-    for i in range(len(part.entries), ahead.ENTRIES):
-        table.first[i + 1] = first
-    table.type = cuda_tier.TYPES[part.entries[0].weight.dtype]
-    return AddressTable(table, places), part.taken
-
-
-_NAMES = ("out", "x", "x_scale", "weight", "weight_scale", "bias", "residual", "part")
+_NAMES = ("out", "x", "x_scale", "weight", "weight_scale", "bias", "residual")
 # a plan writes the weight too, so nothing is read before the wait
 _SOURCE = nvrtc.Source("wgmma_gemm8", _prepared, _NAMES, variants, hopper=True)
 SOURCES = (_SOURCE,)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.eight_bits.codes import same_codes
 from kernels.support import HALF, half_dtype, randn
-from sfast_ext.kernels.backend import ahead, launch_log, registry
+from sfast_ext.kernels.backend import launch_log, registry
 from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
 
 
@@ -508,24 +508,3 @@ def test_all_shapes_of_a_unet():
         made.poison()
         made.quantise()
         assert made.written() == none(shapes)
-
-
-@pytest.mark.parametrize("taken", [0, 1, 7, 350, 360, 10**6])
-def test_what_products_have_not_compared_is(device, taken):
-    shapes = [(700, 640, 0), (9, 1280, 128), (3, 5120, 256), (33, 72, 0), (40, 640, 64)]
-    made = weights_of(shapes, torch.float16, device)
-    made.quantise()
-    made.poison()
-    changed, first = none(shapes), 0
-    for place, (rows, columns, _) in enumerate(shapes):
-        at_once = 1 if columns > 1280 else 2
-        for row in {0, rows // 2, rows - 1}:
-            made.weights[place][row, row % columns] += 1
-            changed[place][row] = True
-            if first + row // at_once < taken:
-                made.digests[place][row] = 0  # a product has come to it
-        first += -(-rows // at_once)
-    entries = list(map(quantise_weights._Entry, *made))
-    counter = torch.tensor([taken], dtype=torch.int32, device=device)
-    quantise_weights._launch(entries, ahead.Part(entries, counter, 0, lambda part: None))
-    assert made.written() == changed

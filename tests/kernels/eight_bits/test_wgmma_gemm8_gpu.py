@@ -9,8 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.support import TOLERANCE, half_dtype
-from sfast_ext.kernels.backend import ahead, pdl
-from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
+from sfast_ext.kernels.backend import pdl
 from sfast_ext.kernels.eight_bits import wgmma_gemm8 as kernel
 from sfast_ext.kernels.eight_bits.wgmma_gemm8 import GEGLU, KINDS, PLAIN, RESIDUAL, TILES
 
@@ -278,40 +277,3 @@ def test_beyond_32_bits():
     y = kernel.linear(x, x_scale, weight, weight_scale, bias)  # 2.3e9 values
     for rows in (slice(0, 8), slice(131000, 131200), slice(-5, None)):
         near(y[rows], target(x[rows], x_scale[rows], weight, weight_scale, bias))
-
-
-@pytest.mark.parametrize("rows, products", [(2048, 9), (2048, 1), (1000, 3), (640, 2)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_that_products_compare_ahead(monkeypatch, rows, products, dtype):
-    """Whatever share of the rows products come to, and more weights than one of them needs."""
-    monkeypatch.setattr(quantise_weights, "AHEAD", 1)
-    sizes = [(3840, 1280, 0), (1280, 5120, 256), (1290, 648, 0), (2560, 640, 128), (33, 72, 0), (7, 2880, 0)]
-    weights = [torch.randn(n, k, device=CUDA).to(dtype) for n, k, _ in sizes]
-    codes = [torch.empty(n, k, dtype=torch.int8, device=CUDA) for n, k, _ in sizes]
-    scales = [torch.empty(n, device=CUDA) for n, *_ in sizes]
-    digests = [torch.zeros(n, dtype=torch.int64, device=CUDA) for n, *_ in sizes]
-    groups = [group for *_, group in sizes]
-    gated = operands(rows, 2 * 5120, 1280, torch.int8, torch.float16)
-    plain = operands(rows, 3840, 1280, torch.int8, torch.float16)
-    wanted = [kernel.geglu(*gated[:5]), kernel.linear(*plain[:5])]
-    for turn in range(6):
-        for weight in weights:
-            changed = torch.randperm(len(weight), device=CUDA)[: (0, 1, 40)[turn % 3]]
-            weight[changed, turn % weight.shape[1]] += 1
-        expected = [quantise_weights.digest_of_rows(weight, group) for weight, group in zip(weights, groups)]
-        before = [digest.clone() for digest in digests]
-        for code in codes if turn else ():
-            code.fill_(-128)
-        with ahead.following(CUDA):
-            quantise_weights.launch(weights, codes, scales, digests, groups)
-            assert all(map(torch.equal, digests, before))
-            for i in range(products):
-                got = kernel.linear(*plain[:5]) if i % 2 else kernel.geglu(*gated[:5])
-                assert torch.equal(got, wanted[i % 2])
-            ahead.join(codes)
-        assert all(map(torch.equal, digests, expected))
-        for code, digest, old, weight, scale, group in zip(codes, digests, before, weights, scales, groups):
-            written = (code != -128).any(-1)
-            assert torch.equal(written, digest != old)
-            fresh = quantise_rows.launch(weight, group)
-            assert torch.equal(code[written], fresh[0][written]) and torch.equal(scale, fresh[1])
