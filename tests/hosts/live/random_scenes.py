@@ -89,11 +89,12 @@ def compare(host: Host, data: Path, seed: int, count: int, again: str, seconds: 
 
     Args:
         again: the arguments that play them again.
-        seconds: after these no further scene is begun, without the extension after their half.
+        seconds: after these no further scene is begun, without the extension after a fourth of them: plans take longer to
+            make than such small images.
     """
     found, steps, began = Found(seeds=[seed]), host.scenes(seed, count), time.monotonic()
     with host.start(data, seed, extension=False) as webui:
-        expected = dict(played(host, webui, steps, began + seconds / 2))
+        expected = dict(played(host, webui, steps, began + seconds / 4))
     with host.start(data, seed, extension=True) as webui:
         for name, pictures in played(host, webui, steps, began + seconds):
             if name not in expected:
