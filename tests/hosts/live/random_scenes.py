@@ -89,8 +89,8 @@ def compare(host: Host, data: Path, seed: int, count: int, again: str, seconds: 
 
     Args:
         again: the arguments that play them again.
-        seconds: after these no further scene is begun, without the extension after a fourth of them: plans take longer to
-            make than such small images.
+        seconds: after these no further scene is begun, without the extension after a fourth of them: to make plans
+            takes longer than such small images.
     """
     found, steps, began = Found(seeds=[seed]), host.scenes(seed, count), time.monotonic()
     with host.start(data, seed, extension=False) as webui:
