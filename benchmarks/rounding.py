@@ -28,8 +28,7 @@ from benchmarks import records
 from sfast_ext import Config, accelerate, environment
 from sfast_ext.call_signature import flatten_output
 from sfast_ext.runtime import verify
-from sfast_ext.runtime.rounding import rounded_otherwise
-from sfast_ext.runtime.verify import relative_errors
+from sfast_ext.runtime.verify import relative_errors, rounded_otherwise
 from sfast_ext.tools.lib import exact, machine, models, vaes
 from sfast_ext.tools.text import table
 

@@ -28,12 +28,11 @@ from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
 from sfast_ext.runtime import residency
 from sfast_ext.runtime.call_server import CallServer, building
-from sfast_ext.runtime.failures import Failures
 from sfast_ext.runtime.model_state import ModelState, ModuleContext
 from sfast_ext.runtime.plan_builder import PlanBuilder
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey
 from sfast_ext.runtime.plan_finder import PlanFinder
-from sfast_ext.runtime.plan_runner import PlanRunner
+from sfast_ext.runtime.plan_runner import Failures, PlanRunner
 from sfast_ext.torch_state import compiles
 from sfast_ext.weights.arena import WeightArena
 from sfast_ext.weights.submodule_arena import SubmoduleArena

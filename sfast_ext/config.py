@@ -58,7 +58,7 @@ class Config:
     """When a plan is compared with the original forward: "first" use, "always", "never"."""
     tolerance: float = 0.02
     """Maximum relative L2 error of a plan against the original forward, computed in fp32. The limit is lower if
-    rounding explains less, see `runtime.rounding`. A plan with 8-bit integers may be twice as far away."""
+    rounding explains less, see `runtime.verify`. A plan with 8-bit integers may be twice as far away."""
     allow_cpu: bool = False
     max_plans: int = 32
     drop_slower: bool = True
@@ -76,7 +76,7 @@ class Config:
 
     earned: bool = False
     """Make a plan for a new kind of call, such as another size, only if those before were earned back, or if such calls
-    repeat or have lost what the plan costs; see `plans.earnings`. Needs a host that announces generations."""
+    repeat or have lost what the plan costs; see `plans.payback.Earnings`. Needs a host that announces generations."""
 
     def __post_init__(self) -> None:
         if self.check not in CHECKS:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 Clock = Callable[[], float]
 """Returns seconds that never decrease."""
 
@@ -103,6 +105,38 @@ class Pace:
         """The pace of the calls since the last restart; before there are three of them, that of those before it."""
         taken = self._last - self._first
         return (self._calls - 1) / taken if self._calls > 2 and taken > 0 else self._before
+
+
+class Stopwatch:
+    """The time of one run, from its making to `stop`: on a GPU by events, without waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._started, self._ended = 0.0, 0.0
+        self._marks = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) if device.type == "cuda" else None
+        if self._marks is not None:
+            self._marks[0].record(torch.cuda.current_stream(device))
+        else:
+            self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """The run has been launched."""
+        if self._marks is not None:
+            self._marks[1].record(torch.cuda.current_stream(self._device))
+        else:
+            self._ended = time.perf_counter()
+
+    def elapsed(self) -> float | None:
+        """Milliseconds, or None while the run has not ended."""
+        return None if self._marks is not None and not self._marks[1].query() else self.milliseconds()
+
+    def milliseconds(self) -> float:
+        """Waits for the end of the run."""
+        if self._marks is None:
+            return 1000 * (self._ended - self._started)
+        start, end = self._marks
+        end.synchronize()
+        return float(start.elapsed_time(end))
 
 
 timer = Timer()

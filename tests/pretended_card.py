@@ -30,7 +30,7 @@ from sfast_ext.behaviour import surroundings
 from sfast_ext.hosts import gpu_room
 from sfast_ext.kernels.eight_bits import quantise_rows
 from sfast_ext.passes import eight_bits_selection
-from sfast_ext.plans import earnings, plan
+from sfast_ext.plans import payback, plan
 from sfast_ext.runtime import plan_builder
 from sfast_ext.weights import host_order
 from sfast_ext.weights.staging import Staging
@@ -369,7 +369,7 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     stock = {home: {name: space[name] for name in names & space.keys()} for home, (space, names) in spaces}
     # it stands for the GPU, and is no mode of a program's
     # its clock is that of the CPU, so nothing is known of what plans earn
-    patch.setattr(earnings.Earnings, "due", lambda self, kind: True)
+    patch.setattr(payback.Earnings, "due", lambda self, kind: True)
     patch.setattr(torch_state, "_dispatch_modes", lambda: torch._C._len_torch_dispatch_stack() > 1)
     patch.setattr(surroundings, "_STOCK", stock)
     patch.setattr(surroundings, "_OWN", stock)

@@ -41,7 +41,7 @@ from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.kernels.pointwise import geglu, layer_norm
 from sfast_ext.plans import payback
 from sfast_ext.plans.plan import Plan
-from sfast_ext.runtime import failures, plan_builder, plan_finder, plan_maker, plan_runner, verify
+from sfast_ext.runtime import plan_builder, plan_finder, plan_maker, plan_runner, verify
 from sfast_ext.weights import arena
 from sfast_ext.weights.arena import WeightArena
 
@@ -89,7 +89,7 @@ BUILDING = {
 # of a plan that has already run
 RUNNING = {
     "a run": Stage(Plan, "run_eagerly", "replay"),
-    "a run, without memory": Stage(Plan, "run_eagerly", "replay", OOM, tries=failures.MAX_OUT_OF_MEMORY),
+    "a run, without memory": Stage(Plan, "run_eagerly", "replay", OOM, tries=plan_runner.MAX_OUT_OF_MEMORY),
     "the outputs of a run": Stage(Plan, "_copy_outputs", "replay", done=True),
     "the result": Stage(plan_runner, "rebuild_output", "result"),
 }

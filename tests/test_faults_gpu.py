@@ -33,7 +33,7 @@ from sfast_ext.kernels.pointwise import geglu, layer_norm
 from sfast_ext.plans import graph_pool
 from sfast_ext.plans.payback import Recapture
 from sfast_ext.plans.plan import Plan
-from sfast_ext.runtime import failures
+from sfast_ext.runtime import plan_runner
 
 CALLS = 10
 
@@ -124,7 +124,7 @@ def test_out_of_memory_in_a_replay_gives_the_graphs_memory_away_and_is_tried_thr
         assert len(pool) == 0 and "out of memory" in pair.words()
         pair.same(CALLS)
         # the run before a capture hands out its results as well
-        times = failures.MAX_OUT_OF_MEMORY + (name == "_copy_outputs")
+        times = plan_runner.MAX_OUT_OF_MEMORY + (name == "_copy_outputs")
         assert fault.times == times and pair.counter("captures") == 2
     # the other size was not given up
     pair.plan_runs_again(1, width=16)
@@ -249,7 +249,7 @@ def test_out_of_memory_in_a_run_goes_to_the_original_and_is_tried_thrice(home, n
         patch.setattr(Recapture, "is_due", lambda self, with_ms: True)
         fault = failing(patch, home, name, kind)
         pair.same(CALLS)
-        assert fault.times == failures.MAX_OUT_OF_MEMORY and pair.counter("captures") == 1, pair.words()
+        assert fault.times == plan_runner.MAX_OUT_OF_MEMORY and pair.counter("captures") == 1, pair.words()
         assert "OutOfMemoryError" in pair.error()
     pair.acc.configure(replace(config, max_graphs=3))
     pair.plan_runs_again()

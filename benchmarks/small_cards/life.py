@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.small_cards.hosts import STEP, Host
 from sfast_ext.plans import graph_pool
-from sfast_ext.runtime.failures import out_of_memory
+from sfast_ext.runtime.plan_runner import out_of_memory
 
 Row = dict[str, Any]
 COUNTERS = (

@@ -33,7 +33,7 @@ from benchmarks.small_cards.card import small_card
 from benchmarks.small_cards.hosts import A1111_MODES, MODES, open_host
 from benchmarks.small_cards.parts import NAMES, TINY, build
 from benchmarks.unet.run import RESULTS, file_for
-from sfast_ext.runtime.failures import out_of_memory
+from sfast_ext.runtime.plan_runner import out_of_memory
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import machine
 

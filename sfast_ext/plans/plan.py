@@ -12,12 +12,11 @@ from torch import fx
 
 from sfast_ext.call_signature import Call, Signature, as_tensor
 from sfast_ext.kernels.backend import graph_branch, nvrtc
+from sfast_ext.kernels.backend.input_copies import Copies
 from sfast_ext.kernels.backend.pdl import MIN_CAPABILITY, in_pdl_capture, pdl_capture
 from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
-from sfast_ext.plans.binding import bind_attributes
-from sfast_ext.plans.graph_facts import View, digest, hand_out, operation_counts, peak_bytes, readonly
+from sfast_ext.plans.graph_facts import View, bind_attributes, digest, hand_out, operation_counts, peak_bytes, readonly
 from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph, pool_of
-from sfast_ext.plans.input_copies import Copies
 from sfast_ext.plans.payback import Recapture
 from sfast_ext.plans.recorded_run import RecordedRun
 from sfast_ext.plans.register_machine import Interpreter, plan_mode

@@ -20,21 +20,19 @@ from sfast_ext.capture import arguments
 from sfast_ext.capture.state import State
 from sfast_ext.gc_pause import gc_paused
 from sfast_ext.kernels.backend import precompile
-from sfast_ext.plans.earnings import Earnings
-from sfast_ext.plans.payback import PAID_AFTER, CaptureBackoff, RareCalls, Stopwatch
+from sfast_ext.plans.payback import PAID_AFTER, CaptureBackoff, Earnings, RareCalls
 from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted
 from sfast_ext.reasons import NEW_KIND
 from sfast_ext.report import at, current, rehearsing, stage
 from sfast_ext.runtime import residency
 from sfast_ext.runtime.eight_bits import is_due
-from sfast_ext.runtime.failures import Failures
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_builder import OriginalRun, PlanBuilder
 from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_finder import HostFailed, Lookup, PlanFinder, ReplayState
-from sfast_ext.runtime.plan_runner import OriginalFailed, PlanRunner
-from sfast_ext.timing import Pace
+from sfast_ext.runtime.plan_runner import Failures, OriginalFailed, PlanRunner
+from sfast_ext.timing import Pace, Stopwatch
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged
 
 T = TypeVar("T")

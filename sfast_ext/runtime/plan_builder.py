@@ -22,21 +22,20 @@ from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.capture.state import State
 from sfast_ext.kernels.backend import choices, nvrtc
 from sfast_ext.plans.graph_facts import has_gaps, lent, peak_bytes, shared_results
-from sfast_ext.plans.payback import CaptureBackoff, Stopwatch
+from sfast_ext.plans.payback import CaptureBackoff
 from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted, Preparation, StageTimes
 from sfast_ext.reasons import Declined, Reason
 from sfast_ext.report import at, rehearsing, stage
 from sfast_ext.runtime import residency
 from sfast_ext.runtime.eight_bits import ATTEMPTS, EightBitsFailed, because, keep_faster, state_of_weights, unsupported
-from sfast_ext.runtime.failures import Failures, out_of_memory, without_eight_bits
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, StateChanges
 from sfast_ext.runtime.plan_finder import Lookup
-from sfast_ext.runtime.plan_maker import make_plan
-from sfast_ext.runtime.plan_runner import PlanRunner
-from sfast_ext.runtime.rounding import PEAK_FACTOR, exact
+from sfast_ext.runtime.plan_maker import PEAK_FACTOR, exact, make_plan
+from sfast_ext.runtime.plan_runner import Failures, PlanRunner, out_of_memory, without_eight_bits
 from sfast_ext.runtime.verify import Verification, excess, verify_plan
+from sfast_ext.timing import Stopwatch
 from sfast_ext.weights.weight import tensors_held
 
 _MEASURING = 1.0  # seconds of a first call in which ways to compute the same are compared, at most

@@ -1,11 +1,15 @@
-"""Makes a plan of a captured forward: its graph after all passes, on the weights of the arena."""
+"""What is made of a captured forward: a plan, which is its graph after all passes on the weights of the arena; and the
+outputs in float32, which a plan is compared with."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from sfast_ext import environment
 from sfast_ext.call_signature import Call
@@ -22,6 +26,11 @@ from sfast_ext.plans.graph_facts import peak_bytes
 from sfast_ext.plans.plan import Plan
 from sfast_ext.report import at
 from sfast_ext.weights.arena import WeightArena
+
+_ROUNDED = (torch.bfloat16, torch.float16)
+PEAK_FACTOR = 2.5
+"""The memory that a run in float32 takes, of the forward's own: values are twice as large, and one weight is converted
+at a time."""
 
 
 def make_plan(
@@ -73,3 +82,41 @@ def _dtypes(graph: fx.Graph) -> set[torch.dtype]:
     """The dtypes of all values of a captured graph."""
     found = (node.meta.get("val") for node in graph.nodes)
     return {val.dtype for val in found if isinstance(val, torch.Tensor)}
+
+
+class ExactRun(fx.Interpreter):
+    """Runs a captured graph with every value in half precision in float32."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The result of a node; half precision never leaves one."""
+        return map_aggregate(super().run_node(n), _wide)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operation; a dtype that it is asked for is replaced as well."""
+        return super().call_function(target, map_aggregate(args, _wide), map_aggregate(kwargs, _wide))  # type: ignore[arg-type]
+
+
+def _wide(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.float() if x.dtype in _ROUNDED else x
+    return torch.float32 if x in _ROUNDED else x
+
+
+def exact(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs of a captured graph in float32."""
+    with torch.inference_mode(False), torch.no_grad(), _no_benchmark():
+        return list(ExactRun(graph_module).run(*inputs, enable_io_processing=False))
+
+
+@contextlib.contextmanager
+def _no_benchmark() -> Iterator[None]:
+    """cuDNN chooses by its heuristics: to time algorithms for convolutions that run once takes seconds."""
+    cudnn = torch.backends.cudnn
+    if not cudnn.benchmark or torch.backends.flags_frozen():
+        yield
+        return
+    cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        cudnn.benchmark = True

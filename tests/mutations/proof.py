@@ -32,7 +32,7 @@ MUTATIONS = [
         ("runtime/test_rounding.py::test_sums_in_half_precision_are_judged_by_the_tolerance",),
     ),
     Mutation(
-        "arguments of an operation that is rounded otherwise", "runtime/rounding.py",
+        "arguments of an operation that is rounded otherwise", "runtime/verify.py",
         "if given and value.untyped_storage()._cdata not in given:", "if given:",
         ("runtime/test_rounding.py::test_arguments_are_left_alone",),
     ),

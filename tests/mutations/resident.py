@@ -106,7 +106,7 @@ MUTATIONS = [
         ("hosts/adapters/test_a1111_resident.py::test_with_lowvram_a_unet_without_room_comes_block_by_block",),
     ),
     Mutation(
-        "blocks that come again", "runtime/failures.py",
+        "blocks that come again", "runtime/plan_runner.py",
         "return short is not None and short()", "return False",
         ("hosts/adapters/test_a1111_resident.py::test_with_lowvram_blocks_come_again_if_memory_runs_out",),
     ),

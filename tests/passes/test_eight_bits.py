@@ -22,7 +22,7 @@ from sfast_ext.passes.eight_bits_match import layer_name
 from sfast_ext.passes.geglu import geglu
 from sfast_ext.passes.linear_geglu import linear_geglu
 from sfast_ext.plans import graph_facts
-from sfast_ext.plans.binding import bind_attributes
+from sfast_ext.plans.graph_facts import bind_attributes
 
 from .support import randn
 from .transformers import (

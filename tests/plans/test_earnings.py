@@ -11,9 +11,8 @@ import torch
 
 from sfast_ext import Config, accelerate
 from sfast_ext.behaviour.key import BehaviourKeys
-from sfast_ext.plans import earnings
-from sfast_ext.plans.earnings import Earnings
-from sfast_ext.plans.payback import FIRST_BUILD_MS
+from sfast_ext.plans import payback
+from sfast_ext.plans.payback import FIRST_BUILD_MS, Earnings
 from sfast_ext.weights.arena import WeightArena
 
 
@@ -181,7 +180,7 @@ def test_a_run_that_has_not_ended_tells_nothing():
     known = Earnings()
     known.due("a")
     known.built("a", Plan(None, None), 400.0)
-    for _ in range(earnings.PASSES):
+    for _ in range(payback.PASSES):
         known.calls = 30
         known.new_generation()
     known.due("b")
@@ -203,7 +202,7 @@ def test_sizes_that_are_used_twice_and_never_again_are_no_longer_served_at_once(
             if known.due(size):
                 known.built(size, Plan(None, None), 400.0)
                 made += 1
-    assert made == earnings.MAX_DEBT - 1
+    assert made == payback.MAX_DEBT - 1
 
 
 
@@ -211,10 +210,10 @@ def test_what_is_remembered_is_bounded():
     known = Earnings()
     known.due("a")
     known.built("a", Plan(None, None), FIRST_BUILD_MS)
-    for kind in range(3 * earnings.MAX_KINDS):
+    for kind in range(3 * payback.MAX_KINDS):
         assert not known.due(kind)
         known.ran(kind, Watch())  # type: ignore[arg-type]
-    assert len(known._met) == earnings.MAX_KINDS >= len(known._runs)
+    assert len(known._met) == payback.MAX_KINDS >= len(known._runs)
 
 
 def test_random_sessions_cost_no_more_than_a_few_plans_that_were_not_earned():
@@ -225,7 +224,7 @@ def test_random_sessions_cost_no_more_than_a_few_plans_that_were_not_earned():
         sizes = [(64 * chosen.randint(5, 20), 64 * chosen.randint(5, 20)) for _ in range(chosen.randint(1, 200))]
         for _ in range(chosen.randint(1, 120)):
             ours.image(*((chosen.choice(sizes), chosen.randint(1, 30)) for _ in range(chosen.randint(1, 5))))
-            assert ours.ours <= 1.1 * ours.stock + build * (earnings.MAX_DEBT + 1)
+            assert ours.ours <= 1.1 * ours.stock + build * (payback.MAX_DEBT + 1)
 
 
 class Sized:

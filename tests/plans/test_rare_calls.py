@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from sfast_ext import Config, accelerate
-from sfast_ext.plans.payback import FIRST_BUILD_MS, RareCalls, Stopwatch
+from sfast_ext.plans.payback import FIRST_BUILD_MS, RareCalls
 from sfast_ext.runtime import plan_runner, verify
 from sfast_ext.runtime.plan_builder import PlanBuilder
+from sfast_ext.timing import Stopwatch
 from sfast_ext.tools.lib import models, vaes
 from sfast_ext.weights.gate import gate_of
 

@@ -217,7 +217,7 @@ def test_a_rare_call_is_recorded_unless_it_is_long(ms: float, wanted: bool, monk
         vae.decoder, Config(allow_cpu=True, cuda_graphs=False, rare_calls=True, rare_gain=math.inf)
     )
     monkeypatch.setattr(plan.Plan, "record_launches", lambda *_: asked.append(True))
-    monkeypatch.setattr("sfast_ext.plans.payback.Stopwatch.milliseconds", lambda self: ms)
+    monkeypatch.setattr("sfast_ext.timing.Stopwatch.milliseconds", lambda self: ms)
     for _ in range(3):
         vae.decoder(vaes.part_input("decoder", 64, 64))
     assert len(accelerator.plans) == 1 and asked == [True] * wanted

@@ -11,7 +11,7 @@ import torch
 from sfast_ext import Config, accelerate
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
-from sfast_ext.runtime import plan_builder, plan_runner, rounding, verify
+from sfast_ext.runtime import plan_builder, plan_maker, plan_runner, verify
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import vaes
 from sfast_ext.weights.arena import WeightArena
@@ -61,7 +61,7 @@ def test_the_forward_is_computed_in_float32() -> None:
     arena, call = WeightArena(module), flatten_call((x,), {}, CPU)
     with torch.no_grad():
         captured = capture(module.forward, call, [x], arena)
-        (ours,) = rounding.exact(captured.graph_module, [x])
+        (ours,) = plan_maker.exact(captured.graph_module, [x])
         wanted = decoder(torch.float32)(x.float())
     assert ours.dtype == torch.float32
     assert relative_error([ours], [wanted]) < 1e-5
@@ -73,7 +73,7 @@ def test_casts_and_tensors_that_a_forward_makes_are_in_float32_too() -> None:
 
     x = torch.full((3,), 1 / 3, dtype=BF16)
     captured = capture(forward, flatten_call((x,), {}, CPU), [x], WeightArena(torch.nn.Module()))
-    (ours,) = rounding.exact(captured.graph_module, [x])
+    (ours,) = plan_maker.exact(captured.graph_module, [x])
     assert torch.equal(ours, x.float() + 1 / 3)
 
 
@@ -137,7 +137,7 @@ def test_where_it_cannot_be_computed_the_plan_is_rejected(apart: float, monkeypa
 def test_algorithms_are_not_timed_for_convolutions_that_run_once(monkeypatch, frozen: bool, fails: bool) -> None:
     module, x = decoder(), latent()
     graph = capture(module, flatten_call((x,), {}, CPU), [x], WeightArena(module)).graph_module
-    seen, run_node = [], rounding.ExactRun.run_node
+    seen, run_node = [], plan_maker.ExactRun.run_node
 
     def run(self: Any, n: Any) -> Any:
         seen.append(torch.backends.cudnn.benchmark)
@@ -145,13 +145,13 @@ def test_algorithms_are_not_timed_for_convolutions_that_run_once(monkeypatch, fr
             raise RuntimeError("injected")
         return run_node(self, n)
 
-    monkeypatch.setattr(rounding.ExactRun, "run_node", run)
+    monkeypatch.setattr(plan_maker.ExactRun, "run_node", run)
     monkeypatch.setattr(torch.backends, "flags_frozen", lambda: frozen)
     before = torch.backends.cudnn.benchmark
     try:
         torch._C._set_cudnn_benchmark(True)
         with pytest.raises(RuntimeError, match="injected") if fails else contextlib.nullcontext():
-            rounding.exact(graph, [x])
+            plan_maker.exact(graph, [x])
         assert torch.backends.cudnn.benchmark and set(seen) == {frozen}
     finally:
         torch._C._set_cudnn_benchmark(before)

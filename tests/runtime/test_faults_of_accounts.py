@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.plans.earnings import Earnings
-from sfast_ext.plans.payback import RareCalls, Stopwatch
+from sfast_ext.plans.payback import Earnings, RareCalls
 from sfast_ext.runtime.plan_builder import PlanBuilder
+from sfast_ext.timing import Stopwatch
 
 PLACES: list[tuple[Any, str]] = [
     (Earnings, "due"), (Earnings, "ran"), (Earnings, "built"), (Earnings, "_debt"),

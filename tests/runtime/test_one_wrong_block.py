@@ -14,8 +14,7 @@ from torch import nn
 
 from sfast_ext import Config, accelerate
 from sfast_ext.runtime import plan_builder, verify
-from sfast_ext.runtime.rounding import rounded_otherwise
-from sfast_ext.runtime.verify import relative_error
+from sfast_ext.runtime.verify import relative_error, rounded_otherwise
 from sfast_ext.tools.lib import models
 
 BLOCKS = 16

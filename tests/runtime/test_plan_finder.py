@@ -12,7 +12,7 @@ from torch import nn
 
 from sfast_ext import Config, Hooks, accelerate, reasons
 from sfast_ext.call_signature import NotOurs
-from sfast_ext.plans.earnings import Earnings
+from sfast_ext.plans.payback import Earnings
 from sfast_ext.runtime.plan_finder import ReplayState, state_of
 from sfast_ext.weights.weight import WeightsAway
 

@@ -13,9 +13,8 @@ from benchmarks import rounding as benchmark
 from sfast_ext import Config, accelerate
 from sfast_ext.preparation import Interrupted
 from sfast_ext.reasons import text
-from sfast_ext.runtime import plan_builder, rounding, verify
-from sfast_ext.runtime.rounding import rounded_otherwise
-from sfast_ext.runtime.verify import relative_error
+from sfast_ext.runtime import plan_builder, verify
+from sfast_ext.runtime.verify import relative_error, rounded_otherwise
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -28,7 +27,7 @@ def moved(function: Any, *args: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_value_is_rounded_to_the_nearest_of_fewer_bits(dtype):
-    bits = rounding._BITS[dtype]
+    bits = verify._BITS[dtype]
     x = torch.randn(1000, dtype=torch.float64).to(dtype)
     y = moved(lambda x: x * 1, x)
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
@@ -75,7 +74,7 @@ def test_weights_and_constants_are_left_alone():
 def test_large_values_are_rounded_part_by_part(strided, monkeypatch):
     x = strided(torch.randn(2, 3, 16, 16))
     whole = moved(lambda x: x * 1, x)
-    monkeypatch.setattr(rounding, "_CHUNK", 64)
+    monkeypatch.setattr(verify, "_CHUNK", 64)
     parts = moved(lambda x: x * 1, x)
     assert torch.equal(whole, parts) and not torch.equal(whole, x)
 
@@ -102,13 +101,13 @@ def test_float32_that_a_gpu_rounds_to_tf32_gives_up_its_bits(monkeypatch):
     class OnGpu:
         dtype, is_cuda = torch.float32, True
 
-    monkeypatch.setattr(rounding.fp32_precision, "matmul_in_tf32", lambda: False)
-    monkeypatch.setattr(rounding.fp32_precision, "read_conv", lambda: "ieee")
-    assert rounding._bits(OnGpu()) == rounding._BITS[torch.float32]
+    monkeypatch.setattr(verify.fp32_precision, "matmul_in_tf32", lambda: False)
+    monkeypatch.setattr(verify.fp32_precision, "read_conv", lambda: "ieee")
+    assert verify._bits(OnGpu()) == verify._BITS[torch.float32]
     for precision in (True, "tf32"):
-        monkeypatch.setattr(rounding.fp32_precision, "read_conv", lambda precision=precision: precision)
-        assert rounding._bits(OnGpu()) == 13
-    assert rounding._bits(torch.ones(1)) == rounding._BITS[torch.float32]
+        monkeypatch.setattr(verify.fp32_precision, "read_conv", lambda precision=precision: precision)
+        assert verify._bits(OnGpu()) == 13
+    assert verify._bits(torch.ones(1)) == verify._BITS[torch.float32]
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -189,7 +188,7 @@ def _judge(error: float, noise: Any, *, dtype: torch.dtype = torch.float16, plan
         return (reference.double() * (1 + noise)).to(dtype)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(rounding, "_give_up", lambda x: None)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(verify, "_give_up", lambda x: None)
         outputs = [(reference.double() * (1 + error)).to(dtype)]
         refused = verify.Comparison(plan, outputs, [reference], Config(**config), original).difference()
     return text(refused), len(runs), plan

@@ -19,8 +19,8 @@ from sfast_ext.plans.graph_pool import MB
 from sfast_ext.plans.payback import REJECTED_FOR
 from sfast_ext.plans.plan import Plan
 from sfast_ext.runtime import residency, verify
-from sfast_ext.runtime.failures import out_of_memory
 from sfast_ext.runtime.model_state import ModuleContext
+from sfast_ext.runtime.plan_runner import out_of_memory
 
 OOM = torch.cuda.OutOfMemoryError
 

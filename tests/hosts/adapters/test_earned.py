@@ -12,7 +12,7 @@ pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs st
 from hosts.standins import a1111 as standin
 from sfast_ext.hosts.a1111 import adapter as a1111
 from sfast_ext.hosts.session import Session
-from sfast_ext.plans import earnings
+from sfast_ext.plans import payback
 from sfast_ext.ui import settings_table
 
 
@@ -20,8 +20,8 @@ from sfast_ext.ui import settings_table
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The WebUI, in which plans have to be earned as on a GPU."""
     # no clock decides: what plans save on a CPU depends on what else it does
-    monkeypatch.setattr(earnings.Investment, "debt", lambda self: 1.0)
-    monkeypatch.setattr(earnings.Earnings, "_expected", lambda self: 0.0)
+    monkeypatch.setattr(payback.Investment, "debt", lambda self: 1.0)
+    monkeypatch.setattr(payback.Earnings, "_expected", lambda self: 0.0)
     as_given = Session.config
     monkeypatch.setattr(Session, "config", lambda self: dataclasses.replace(as_given(self), earned=True))
     with standin.running(sfast_allow_cpu=True) as host:

@@ -10,9 +10,8 @@ import torch
 
 from kernels.support import needs_nvrtc
 from sfast_ext import environment
-from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend import input_copies, nvrtc
 from sfast_ext.kernels.backend.cuda_libraries import Bindings
-from sfast_ext.plans import input_copies
 
 GPU = torch.device("cuda", 0)
 

@@ -15,14 +15,13 @@ import torch
 from kernels.support import driver_copies, driver_zeros, needs_nvrtc, randn
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import flash_attention, query_attention
-from sfast_ext.kernels.backend import cuda_driver, cuda_libraries, nvrtc, pdl, triton_runtime
+from sfast_ext.kernels.backend import cuda_driver, cuda_libraries, input_copies, nvrtc, pdl, triton_runtime
 from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.eight_bits import wgmma_conv8, wgmma_gemm8
 from sfast_ext.kernels.group_norm import conv_group_norm
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
 from sfast_ext.kernels.pointwise import layer_norm
-from sfast_ext.plans import input_copies
 
 CUDA = torch.device("cuda")
 MODULES = (conv2d, flash_attention, linear_geglu, linear_layer_norm, query_attention, wgmma_conv8, wgmma_gemm8)

@@ -6,15 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernels.support import needs_nvrtc, randn
 
-from sfast_ext.kernels.backend import cuda_libraries, nvrtc
+from kernels.support import needs_nvrtc, randn
+from sfast_ext.kernels.backend import cuda_libraries, input_copies, nvrtc
 from sfast_ext.kernels.backend.cuda_driver import CU_GRAPH_NODE_TYPE_KERNEL as KERNEL
 from sfast_ext.kernels.backend.cuda_driver import CUDA_KERNEL_NODE_PARAMS
 from sfast_ext.kernels.backend.cuda_libraries import Bindings
-from sfast_ext.plans import input_copies
+from sfast_ext.kernels.backend.input_copies import Copies
 from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH
-from sfast_ext.plans.input_copies import Copies
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # a step of SD 1.5: latents, timestep, prompt; and what is odd
