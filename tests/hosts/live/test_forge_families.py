@@ -12,9 +12,32 @@ import pytest
 from . import forge
 from .a1111 import PLAIN, TOLERANCE, Played, Round, accelerated, apart, bypassed, make_data, told
 from .test_forge import checkpoint, controlled
+from .webui import add_extension
 
 PROGRAMS = (forge.NEO, forge.CLASSIC, forge.OLD, forge.REFORGE)
 WITH_TWO = (forge.OLD, forge.REFORGE)
+FIX = """
+import sys
+
+import torch
+from modules import script_callbacks
+
+
+def fix(*_):
+    module = sys.modules["lib_ipadapter.IPAdapterPlus"]
+    before = module.To_KV.__init__
+
+    def init(self, state_dict):
+        with torch.inference_mode(False):
+            before(self, state_dict)
+
+    module.To_KV.__init__ = init
+
+
+script_callbacks.on_app_started(fix)
+"""
+"""An extension's script. On a CPU an IP-Adapter fails in Forge by itself: its layers are made in inference mode and then
+get other data, and torch 2.13 multiplies by no such weight."""
 HIRES = {**PLAIN, "enable_hr": True, "hr_scale": 1.5, "hr_upscaler": "None", "denoising_strength": 0.6}
 
 
@@ -67,7 +90,9 @@ def steps(program: forge.Program) -> Round:
 def data(program: forge.Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = tmp_path_factory.mktemp("models") / "made"
     forge.make_by("forge_families.py", models, program)
-    return make_data(tmp_path_factory.mktemp("data"), models)
+    folder = make_data(tmp_path_factory.mktemp("data"), models)
+    add_extension(folder, "ip-adapter-fix", FIX)
+    return folder
 
 
 @pytest.fixture(scope="module")
