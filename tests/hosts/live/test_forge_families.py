@@ -36,8 +36,8 @@ def fix(*_):
 
 script_callbacks.on_app_started(fix)
 """
-"""An extension's script. On a CPU an IP-Adapter fails in Forge by itself: its layers are made in inference mode and then
-get other data, and torch 2.13 multiplies by no such weight."""
+"""An extension's script. On a CPU an IP-Adapter fails in Forge by itself: its layers are made in inference mode and get
+other data then, and torch 2.13 multiplies by no such weight."""
 HIRES = {**PLAIN, "enable_hr": True, "hr_scale": 1.5, "hr_upscaler": "None", "denoising_strength": 0.6}
 
 
