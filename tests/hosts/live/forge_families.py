@@ -40,9 +40,8 @@ is twice as wide in the checkpoint "one"."""
 
 
 def has_two() -> bool:
-    """Whether this program has SD 2."""
-    places = ("backend/huggingface/stabilityai/stable-diffusion-2-1", "ldm_patched/modules/text_encoders/sd2_clip.py")
-    return any(Path(place).exists() for place in places)
+    """Whether this program has SD 2 of any width."""
+    return Path("backend/huggingface/stabilityai/stable-diffusion-2-1").exists()
 
 
 def main(out: Path) -> None:
