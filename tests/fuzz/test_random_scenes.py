@@ -95,3 +95,11 @@ def test_another_image_or_one_that_one_of_the_two_could_not_make_is_a_fault(stoc
 def test_an_error_of_ours_is_a_fault():
     found = random_scenes.compare(Host([[5]], [[5]], "an error"), None, 4, 1, "--again")
     assert found.faults == ["an error; --again"]
+
+
+def test_scenes_for_which_there_was_no_time_are_not_compared(monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr(random_scenes, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    # one second a look at the clock: the original makes two images of four, then all of these are compared
+    found = random_scenes.compare(Host([[5]] * 4, [[5], [9], [5], [5]]), None, 4, 4, "--again", 12)
+    assert found.scenes == 2 and [fault.split(":")[0] for fault in found.faults] == ["4/1"]

@@ -40,31 +40,31 @@ UNETS: dict[str, dict[str, Any]] = {
         "adm_in_channels": 2816,
     },
 }
-OPEN_CLIP, LAYERS = 1280, 32
-"""Width and depth of SDXL's second text model."""
+BIG_G = (1280, 32)
+"""Width and depth of SDXL's second text model, OpenCLIP's ViT-bigG/14."""
 
 
 class OpenCLIP(torch.nn.Module):
-    """The parameters of OpenCLIP's ViT-bigG/14 text model by its names; it computes nothing."""
+    """The parameters of a text model of OpenCLIP's by its names; it computes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.positional_embedding = torch.nn.Parameter(torch.empty(77, OPEN_CLIP))
-        self.text_projection = torch.nn.Parameter(torch.empty(OPEN_CLIP, OPEN_CLIP))
+        self.positional_embedding = torch.nn.Parameter(torch.empty(77, width))
+        self.text_projection = torch.nn.Parameter(torch.empty(width, width))
         self.logit_scale = torch.nn.Parameter(torch.ones([]))
-        self.token_embedding = torch.nn.Embedding(49408, OPEN_CLIP)
-        self.ln_final = torch.nn.LayerNorm(OPEN_CLIP)
+        self.token_embedding = torch.nn.Embedding(49408, width)
+        self.ln_final = torch.nn.LayerNorm(width)
         self.transformer = torch.nn.Module()
-        self.transformer.resblocks = torch.nn.ModuleList(_block() for _ in range(LAYERS))
+        self.transformer.resblocks = torch.nn.ModuleList(_block(width) for _ in range(depth))
 
 
-def _block() -> torch.nn.Module:
+def _block(width: int) -> torch.nn.Module:
     block = torch.nn.Module()
-    block.ln_1, block.ln_2 = torch.nn.LayerNorm(OPEN_CLIP), torch.nn.LayerNorm(OPEN_CLIP)
-    block.attn = torch.nn.MultiheadAttention(OPEN_CLIP, 20)
+    block.ln_1, block.ln_2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+    block.attn = torch.nn.MultiheadAttention(width, width // 64)
     block.mlp = torch.nn.Module()
-    block.mlp.c_fc = torch.nn.Linear(OPEN_CLIP, 4 * OPEN_CLIP)
-    block.mlp.c_proj = torch.nn.Linear(4 * OPEN_CLIP, OPEN_CLIP)
+    block.mlp.c_fc = torch.nn.Linear(width, 4 * width)
+    block.mlp.c_proj = torch.nn.Linear(4 * width, width)
     return block
 
 
@@ -75,7 +75,7 @@ def main(out: Path, name: str) -> None:
     # torch's own initial values are not read, and take a minute
     with torch.device("meta"):
         unet = make_unet(in_channels=4, model_channels=320, out_channels=4, use_spatial_transformer=True, **UNETS[name])
-        second = OpenCLIP()
+        second = OpenCLIP(*BIG_G)
     parts = {"model.diffusion_model.": unet, "first_stage_model.": vae}
     if name == "full":
         parts["cond_stage_model.transformer."] = text

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,7 +67,7 @@ def of_classic() -> tuple[Make, torch.nn.Module, torch.nn.Module]:
     return unet, text, vae
 
 
-def main(out: Path) -> None:
+def main(out: Path, checkpoints: Sequence[tuple[str, list[int], int]] = CHECKPOINTS) -> None:
     make_unet, text, vae = of_neo() if CONFIG.is_dir() else of_classic()
     from safetensors.torch import save_file
 
@@ -77,7 +77,7 @@ def main(out: Path) -> None:
         **randomise("cond_stage_model.transformer.", text, 8),
         **randomise("first_stage_model.", vae, 9),
     }
-    for name, levels, seed in CHECKPOINTS:
+    for name, levels, seed in checkpoints:
         depth = len(levels)
         unet = make_unet(
             in_channels=4,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -30,10 +31,12 @@ FAILED: list[str] = []
 """In the place of images that the WebUI could not make."""
 
 
-def played(host: Host, webui: WebUI, steps: Round) -> Iterator[tuple[str, list[str]]]:
-    """The images of scenes by their names."""
+def played(host: Host, webui: WebUI, steps: Round, until: float = math.inf) -> Iterator[tuple[str, list[str]]]:
+    """The images of scenes by their names, of those that are begun before a time."""
     host.ready(webui)
     for name, route, payload in host.named(webui, steps):
+        if time.monotonic() > until:
+            return
         try:
             pictures = host.play(webui, route, payload)
         except RuntimeError as error:
@@ -81,17 +84,21 @@ def judge(found: Found, name: str, ours: list[str], stock: list[str], tolerance:
             found.faults.append(f"{name}: {difference:.2f} of 255 apart; {again}")
 
 
-def compare(host: Host, data: Path, seed: int, count: int, again: str) -> Found:
+def compare(host: Host, data: Path, seed: int, count: int, again: str, seconds: float = math.inf) -> Found:
     """Play the scenes of a seed without the extension and with it.
 
     Args:
         again: the arguments that play them again.
+        seconds: after these no further scene is begun, without the extension after a fourth of them: to make plans
+            takes longer than such small images.
     """
-    found, steps = Found(seeds=[seed]), host.scenes(seed, count)
+    found, steps, began = Found(seeds=[seed]), host.scenes(seed, count), time.monotonic()
     with host.start(data, seed, extension=False) as webui:
-        expected = dict(played(host, webui, steps))
+        expected = dict(played(host, webui, steps, began + seconds / 4))
     with host.start(data, seed, extension=True) as webui:
-        for name, pictures in played(host, webui, steps):
+        for name, pictures in played(host, webui, steps, began + seconds):
+            if name not in expected:
+                break
             judge(found, name, pictures, expected[name], host.tolerance, again)
         status = webui.get("/sfast/v1/status")
     found.counters.update(status["counters"])
@@ -109,6 +116,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first scenes; the next have the next")
     parser.add_argument("--each", type=int, default=EACH, help="scenes of one seed")
     parser.add_argument("--jobs", type=int, default=1, help="how many seeds are played at once")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after these no further scene is begun")
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="models of several runs; made if missing")
     parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated on a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -136,7 +144,7 @@ def main(given: Sequence[str] | None = None) -> int:
             again = f"--host {options.host} --scenes {count} --each {options.each} --seed {seed}"
             again += f" --card {options.card:g}" if options.card else ""
             try:
-                return compare(host, data, seed, count, again)
+                return compare(host, data, seed, count, again, options.seconds)
             except (OSError, RuntimeError) as error:
                 return Found(seeds=[seed], faults=[f"the WebUI ended: {error}; {again}"])
 

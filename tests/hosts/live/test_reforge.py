@@ -14,7 +14,7 @@ ROUND: Round = [
     if not name.startswith(MISSING)
 ] + test_forge.freeu(forge.REFORGE)
 BYPASSED = {name: words for name, words in test_forge.BYPASSED.items() if name in pictured(ROUND)} | test_forge.BY_FREEU
-TAKEN_APART = ("other", "refiner")
+TAKEN_APART = ("other", "refiner", "another lora for hires")
 """Images of a checkpoint before which reForge took the model with the plans to pieces: they need new plans."""
 SAME_PLANS = [name for name in test_forge.SAME_PLANS if name in pictured(ROUND) and name not in TAKEN_APART]
 SAME_PLANS.append("after FreeU")
