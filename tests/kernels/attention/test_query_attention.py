@@ -214,7 +214,6 @@ def others():
     yield "values at 8 bytes", [x, weight, k, some]
     yield "keys by columns", [x, weight, k.transpose(2, 3).contiguous().transpose(2, 3), v]
     yield "keys for all images", [x, weight, *(t[:1].expand(images, -1, -1, -1) for t in (k, v))]
-    yield "too few rows", operands(LEFT[-1])
     yield "no rows", [x[:, :0], weight, k, v]
 
 

@@ -50,9 +50,12 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """Rows once they are quantised, by a factor as the kernel has it: another rounding would decide ties."""
+    """Rows once they are quantised, by a factor as the kernel has it: another rounding would decide ties. On a GPU the
+    product is not rounded before the code is, as both are one fused operation there."""
     largest = x.float().abs().amax(-1, keepdim=True)
-    return (x.float() * (torch.tensor(127.0) / largest)).round().double() * (largest / 127).double()
+    factor = torch.tensor(127.0) / largest
+    product = x.double() * factor.double() if x.is_cuda else x.float() * factor
+    return product.round().double() * (largest / 127).double()
 
 
 def emulated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
