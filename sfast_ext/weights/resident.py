@@ -211,20 +211,20 @@ class Resident:
             torch.cuda.empty_cache()
 
     def _audited(self, asides: list[Aside]) -> Iterator[Aside]:
-        """Those whose values are others than their digest says, among all or the next ones in turn."""
+        """Those, among all or the next ones in turn, whose values differ from their digest: due until quantised."""
         asides = [aside for aside in asides if aside.digest is not None]
         count, left = len(asides), sum(a.bytes for a in asides) if self.audit_all else AUDITED_BYTES
-        chosen: list[Aside] = []
+        self.audit_all, chosen = False, list[Aside]()
         while left > 0 and len(chosen) < count:
             self._turn = (self._turn + 1) % count
             chosen.append(asides[self._turn])
             left -= chosen[-1].bytes
-        self.audit_all = False
         with torch.inference_mode(False), torch.no_grad():
             found = digests_of([live_tensor(aside.checked()) for aside in chosen])
         for aside, now in zip(chosen, found):
             was = aside.digest
             if was is None or now.shape != was.shape or not torch.equal(now, was):
+                aside.seen = None
                 yield aside
 
     def bring_back(self) -> int:

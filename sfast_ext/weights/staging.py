@@ -185,7 +185,8 @@ def to_system_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of tensors of a GPU in new system memory, as `to("cpu")` makes them. Threads empty one pinned buffer, and
     touch new pages, while the other is filled."""
     threads = min(torch.get_num_threads(), _MAX_THREADS)
-    if threads < _MIN_THREADS or sum(t.nbytes for t in tensors) < BUFFER_BYTES or not tensors[0].is_cuda:
+    one_gpu = len({t.device for t in tensors}) == 1 and tensors[0].is_cuda
+    if threads < _MIN_THREADS or sum(t.nbytes for t in tensors) < BUFFER_BYTES or not one_gpu:
         return [tensor.to("cpu") for tensor in tensors]
     try:
         buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]

@@ -21,6 +21,11 @@ MUTATIONS = [
         (_CHANGES,),
     ),
     Mutation(
+        "a change that a digest found and no call quantised", "weights/resident.py",
+        "aside.seen = None\n yield aside", "yield aside",
+        (_TESTS + "test_what_a_digest_found_is_due_until_it_is_quantised",),
+    ),
+    Mutation(
         "banks without values", "weights/banks.py",
         "self.ready = not self.sources", "pass",
         (_TESTS + "test_memory_that_others_need",),

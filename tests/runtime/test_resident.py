@@ -132,6 +132,19 @@ def test_without_a_change_nothing_is_quantised_again(card: Card) -> None:
     assert on.acc.status()["weights"]["copied"] == before and on.count("misspeculated") == again
 
 
+def test_what_a_digest_found_is_due_until_it_is_quantised(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    on = started(calls=11)
+    resident = on.acc.arena.resident
+    monkeypatch.setattr(weights_resident, "AUDITED_BYTES", 0)
+    on.both(uncounted)
+    assert not resident.due()
+    resident.audit_all = True
+    found = resident.due()
+    # a call that could not fill it does not lose it
+    assert found and resident.due() == found
+    assert on.error() < 0.06 and not resident.due()
+
+
 def test_the_original_gets_its_weights_back(card: Card) -> None:
     on = started()
     runs = on.count("weights_brought_back")

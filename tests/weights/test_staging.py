@@ -205,6 +205,21 @@ def test_what_leaves_the_gpu_is_exact(dtype, size, threads):
     assert len(waits) >= total / size
 
 
+def test_tensors_of_two_devices_leave_without_buffers(card, monkeypatch):
+    values, pinned, empty = [torch.randn(50).to(GPU), torch.randn(50)], [], torch.empty
+
+    def noted(*args, pin_memory=False, **kwargs):
+        pinned.append(pin_memory)
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 64)
+    monkeypatch.setattr(torch, "empty", noted)
+    for found, value in zip(staging.to_system_memory(values), values, strict=True):
+        assert torch.equal(found, value.to("cpu"))
+    assert True not in pinned
+
+
 def test_on_a_cpu_nothing_is_staged():
     values = [torch.randn(5, 5), torch.randn(3)]
     assert all(map(torch.equal, staging.to_system_memory(values), values))
