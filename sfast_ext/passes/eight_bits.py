@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from sfast_ext import reasons
-from sfast_ext.kernels.backend import graph_branch, health
+from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.eight_bits import (
     add_layer_norm8,
     gain,
@@ -64,8 +64,6 @@ KERNELS = (
 )  # fmt: skip
 ROOM_TO_MEASURE = 1 << 30
 """So many bytes of weights leave first, if the GPU has no memory to measure layers next to all of them."""
-FIRST_BANKS = 24
-"""Of the first launch that quantises weights: those of the first transformers of a UNet."""
 
 
 def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -228,11 +226,7 @@ def bank_nodes(
     gm: fx.GraphModule, taken: list[Candidate], banks: list[Bank]
 ) -> dict[tuple[Any, int], tuple[fx.Node, fx.Node]]:
     """Inserts the kernel that brings banks up to date, at the top. Returns the nodes of (rows, scales) by weight and
-    group.
-
-    On a GPU there is a kernel for each part of them, which the first product that reads it waits for
-    (`graph_branch.join`).
-    """
+    group."""
     graph = gm.graph
     # weights stand at the top: what reads them stands after the last of them
     place = top(graph)
@@ -257,27 +251,16 @@ def bank_nodes(
         # resident: the arena brings them up to date
         return {(c.weight, bank.group): tuple(held[id(bank)]) for c, bank in zip(taken, banks, strict=True)}  # type: ignore[misc]
     found: dict[tuple[Any, int], tuple[fx.Node, fx.Node]] = {}
-    for some in parts(once) if once[0].rows.is_cuda else [once]:
-        sources = [argument(readers[id(bank)].node, 1, "weight") for bank in some]
-        lists = [sources, *map(list, zip(*(held[id(bank)] for bank in some))), [bank.group for bank in some]]
-        vals = tuple(held[id(bank)][0].meta["val"] for bank in some)
-        with graph.inserting_after(place):
-            place = fresh = call(graph, quantise_weights.launch, tuple(lists), vals)
-        with graph.inserting_before(readers[id(some[0])].result):
-            if some[0].rows.is_cuda:
-                fresh = call(graph, graph_branch.join, (fresh,), vals)
-            for i, bank in enumerate(some):
-                rows, scales, _ = held[id(bank)]
-                found[bank.weight, bank.group] = call(graph, operator.getitem, (fresh, i), rows), scales
+    sources = [argument(readers[id(bank)].node, 1, "weight") for bank in once]
+    lists = [sources, *map(list, zip(*(held[id(bank)] for bank in once))), [bank.group for bank in once]]
+    vals = tuple(held[id(bank)][0].meta["val"] for bank in once)
+    with graph.inserting_after(place):
+        fresh = call(graph, quantise_weights.launch, tuple(lists), vals)
+    with graph.inserting_before(readers[id(once[0])].result):
+        for i, bank in enumerate(once):
+            rows, scales, _ = held[id(bank)]
+            found[bank.weight, bank.group] = call(graph, operator.getitem, (fresh, i), rows), scales
     return found
-
-
-def parts(banks: list[Bank]) -> list[list[Bank]]:
-    """Banks that are brought up to date by one launch each, in the order of their use: the first products wait for a
-    few."""
-    most = quantise_weights.ENTRIES
-    rest = [banks[i : i + most] for i in range(FIRST_BANKS, len(banks), most)]
-    return [banks[:FIRST_BANKS], *rest]
 
 
 def bank_node(gm: fx.GraphModule, bank: Bank, index: int, number: int, like: fx.Node) -> fx.Node:

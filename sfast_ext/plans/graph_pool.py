@@ -71,7 +71,6 @@ class GraphPool:
         self._reserved = 0
         self._entries: OrderedDict[int, tuple[CapturedGraph, Callable[[], None]]] = OrderedDict()
         self._stream: torch.cuda.Stream | None = None
-        self._branch: torch.cuda.Stream | None = None
         self._last: torch.cuda.Event | None = None
         self._last_stream: int | None = None
         self._current: tuple[int, torch.cuda.Stream] | None = None
@@ -94,12 +93,6 @@ class GraphPool:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
-
-    def branch_stream(self) -> torch.cuda.Stream:
-        """The stream for what a captured graph runs next to the rest (`graph_branch`)."""
-        if self._branch is None:
-            self._branch = torch.cuda.Stream(self.device)
-        return self._branch
 
     def capture(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from sfast_ext.call_signature import Call, Signature, as_tensor
-from sfast_ext.kernels.backend import graph_branch, nvrtc
+from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.kernels.backend.input_copies import Copies
 from sfast_ext.kernels.backend.pdl import MIN_CAPABILITY, in_pdl_capture, pdl_capture
 from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
@@ -24,9 +24,6 @@ from sfast_ext.report import Report
 
 _EAGER_RUNS = 4  # before the launches of a plan that has no CUDA graph are recorded
 _CPU_BOUND = 0.8  # of a run's time, that of its launches
-BRANCHES = False
-"""Whether CUDA graphs have a branch on which weights are quantised. An NVIDIA H200 gains nothing by it
-(docs/engineering-log/launches.md), no GeForce has run it."""
 REPLAYING = "replaying"
 NO_GRAPH = "running without a graph"
 DROPPED = "dropped"
@@ -323,14 +320,8 @@ class Plan:
             self._copies.begin()
         # these only change between replays
         unwritten = readonly(self._graph_module, [weight.tensor for weight in self.weights])
-        with pdl_capture(unwritten), self._branching():
+        with pdl_capture(unwritten):
             return self._run_static()
-
-    def _branching(self) -> contextlib.AbstractContextManager[None]:
-        """Within, weights are quantised on a branch of the CUDA graph."""
-        if not BRANCHES or not self.banks or self.pool is None:
-            return contextlib.nullcontext()
-        return graph_branch.branching(self.pool.branch_stream())
 
     def _warm_up(self, pool: GraphPool, inference: bool) -> list[torch.Tensor]:
         # before the capture: kernels compile, libraries choose algorithms and allocate workspaces

@@ -16,29 +16,8 @@ _COMPARED = (_PLANS + "test_weights_are_asked_for_at_the_first_call_of_a_generat
 _ROOM = (_MEMORY + "test_too_little_memory_for_the_second_copy",)
 _CARD = (_PLANS + "test_what_a_card_must_have",)
 _MATCH = "passes/eight_bits_match.py"
-_BRANCH = "kernels/backend/test_graph_branch.py::"
 
 MUTATIONS = [
-    Mutation(
-        "products that wait for their weights", "passes/eight_bits.py",
-        "if some[0].rows.is_cuda:", "if False:",
-        (_MEMORY + "test_products_wait_for_their_part_of_the_weights_alone",),
-    ),
-    Mutation(
-        "what a branch wrote last", "kernels/backend/graph_branch.py",
-        "wait_event(branch.ends.pop(address))", "wait_event(branch.ends.setdefault(address, 0))",
-        (_BRANCH + "test_what_follows_a_join_waits_for_its_part_alone",),
-    ),
-    Mutation(
-        "the end of a branch", "kernels/backend/graph_branch.py",
-        "for address in list(branch.ends):", "for address in ():",
-        (_BRANCH + "test_all_of_a_branch_is_joined_at_its_end",),
-    ),
-    Mutation(
-        "launches that wait for two streams", "kernels/backend/pdl.py",
-        "if _plainly.get():", "if False:",
-        (_BRANCH + "test_what_waits_for_two_streams_is_launched_without_pdl",),
-    ),
     Mutation(
         "plans with 8 bits that are slower", "runtime/eight_bits.py",
         "slower(plan, other) if drops else None", "None",

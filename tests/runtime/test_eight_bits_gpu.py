@@ -13,9 +13,6 @@ import torch
 from benchmarks import eight_bits as benchmark
 from sfast_ext import Accelerator, Config, accelerate
 from sfast_ext.call_signature import flatten_output
-from sfast_ext.kernels.backend import graph_branch
-from sfast_ext.kernels.eight_bits import quantise_weights
-from sfast_ext.plans import plan as plans
 from sfast_ext.runtime import eight_bits
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import models
@@ -104,34 +101,3 @@ def test_a_first_call_takes_no_second_more(pair: Pair) -> None:
         # the second time everything is compiled
         exact, chosen = (benchmark.way(pair.twin, config, 512, 1)["first_call_s"] for config in ways)
     assert chosen < exact + 1
-
-
-def test_weights_are_quantised_on_a_branch_of_the_graph(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "BRANCHES", True)
-    pair.error()
-    plan = next(iter(pair.acc.plans.values()))
-    assert plan.banks and plan.graph is not None
-    joins = [node for node in plan._graph_module.graph.nodes if node.target is graph_branch.join]
-    quantisers = [node for node in plan._graph_module.graph.nodes if node.target is quantise_weights.launch]
-    assert len(joins) == len(quantisers) >= 1
-    # far more replays than streams of the GPU, each with other weights
-    for step in range(40):
-        for unet in (pair.ours, pair.twin):
-            for name, parameter in unet.named_parameters():
-                if "transformer_blocks" in name and parameter.dim() == 2:
-                    parameter[step % 3 :: 3] *= -1
-        assert pair.error() < 0.04
-
-
-def test_without_a_branch_the_same_bits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    args, kwargs = models.unet_inputs(pair.ours, 512, 512)
-    monkeypatch.setattr(plans, "BRANCHES", True)
-    pair.ours(*args, **kwargs)
-    found = flatten_output(pair.ours(*args, **kwargs))[1][0]
-    pair.acc.configure(Config(drop_slower=False))
-    monkeypatch.setattr(plans, "BRANCHES", False)
-    for plan in list(pair.acc.plans.values()):
-        plan.drop_graph()
-    pair.acc.configure(CONFIG)
-    pair.ours(*args, **kwargs)
-    assert torch.equal(flatten_output(pair.ours(*args, **kwargs))[1][0], found)

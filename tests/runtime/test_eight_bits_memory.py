@@ -14,9 +14,8 @@ from pretended_card import GPU, Card, pretended_card
 from torch import Tensor
 
 from sfast_ext import Config
-from sfast_ext.kernels.backend import graph_branch, health
+from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.eight_bits import geglu8, linear8, quantise_weights
-from sfast_ext.passes import eight_bits as passes
 from sfast_ext.passes import eight_bits_selection
 from sfast_ext.plans.graph_pool import MB, pool_of
 from sfast_ext.runtime import plan_builder, residency, verify
@@ -48,24 +47,16 @@ CARD = Config(triton=False, eight_bits=True, tolerance=0.1)
 EXACT = Config(triton=False, tolerance=0.1)
 
 
-def test_products_wait_for_their_part_of_the_weights_alone(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "FIRST_BANKS", 3)
-    monkeypatch.setattr(quantise_weights, "ENTRIES", 2)
+def test_weights_are_quantised_first_in_the_order_of_their_use(card: Card) -> None:
     on = On(CARD, "cuda")
     for _ in range(2):
         assert on.error() < 0.05
-    nodes = list(on.plan._graph_module.graph.nodes)
-    work = [node for node in nodes if node.op == "call_function"]
-    parts = [node for node in work if node.target is quantise_weights.launch]
-    assert [len(node.args[0]) for node in parts] == [3, 2, 2, 1] and work[:4] == parts
-    products = [node for node in work if node.target in (linear8.launch, geglu8.launch)]
-    for part in parts:
-        (join,) = part.users
-        readers = [product for item in join.users for product in item.users]
-        assert join.target is graph_branch.join and len(readers) == len(part.args[0])
-        # nothing but the names of its rows stands between a join and the first product that reads one
-        first = products[products.index(min(readers, key=nodes.index))]
-        assert all(node in join.users for node in nodes[nodes.index(join) + 1 : nodes.index(first)])
+    work = [node for node in on.plan._graph_module.graph.nodes if node.op == "call_function"]
+    assert [node for node in work if node.target is quantise_weights.launch] == work[:1]
+    items = sorted(work[0].users, key=lambda item: item.args[1])
+    readers = [product for item in items for product in item.users]
+    assert readers == [node for node in work if node.target in (linear8.launch, geglu8.launch)]
+    assert len(work[0].args[0]) == len(readers) == LAYERS
 
 
 def test_memory_that_goes_to_the_host_and_comes_back(card: Card) -> None:

@@ -27,8 +27,6 @@ from sfast_ext.kernels.backend import cuda_driver, cuda_libraries
 
 # sorted (begin, end) addresses that no captured kernel writes; None if kernels are launched without PDL
 _readonly_spans: ContextVar[list[tuple[int, int]] | None] = ContextVar("readonly_spans", default=None)
-_plainly: ContextVar[bool] = ContextVar("plainly", default=False)
-"""Whether the next launch is without PDL."""
 MIN_CAPABILITY = 9, 0
 """The compute capability from which on GPUs have it."""
 # CUDA's version from which stream capture keeps the launch attribute
@@ -43,12 +41,10 @@ def pdl_capture(readonly: Iterable[Tensor]) -> Iterator[None]:
         readonly: tensors whose memory nothing that is captured writes; kernels may read it before they wait.
     """
     token = _readonly_spans.set(readonly_spans(readonly) if capture_keeps_pdl() else None)
-    before = _plainly.set(False)
     try:
         yield
     finally:
         _readonly_spans.reset(token)
-        _plainly.reset(before)
 
 
 def in_pdl_capture() -> bool:
@@ -78,9 +74,6 @@ def allowed(read_before_wait: Iterable[Tensor]) -> bool:
     spans = _readonly_spans.get()
     if spans is None or not torch.cuda.is_current_stream_capturing():
         return False
-    if _plainly.get():
-        _plainly.set(False)
-        return False
     return all(_is_readonly(x, spans) for x in read_before_wait)
 
 
@@ -90,12 +83,6 @@ def _is_readonly(x: Tensor, spans: list[tuple[int, int]]) -> bool:
     begin = x.data_ptr()
     place = bisect.bisect_right(spans, begin, key=lambda span: span[0]) - 1
     return dense and place >= 0 and begin + x.nbytes <= spans[place][1]
-
-
-def wait_plainly() -> None:
-    """Launch the next kernel in CUDA C++ of this thread's capture without PDL: it waits for a kernel on another
-    stream."""
-    _plainly.set(True)
 
 
 def launch_config(blocks: tuple[int, ...], threads: int, shared: int, stream: int) -> cuda_driver.CUlaunchConfig:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import cuda_tier, graph_branch, nvrtc
+from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.launch_log import AddressTable
 from sfast_ext.kernels.backend.registry import kernel, require
 from sfast_ext.kernels.backend.triton_runtime import (
@@ -99,7 +99,6 @@ SCALES = 10
 """Rows of what a convolution's bank has in the place of scales: those, and `sums_of_codes`."""
 _WARPS = 8  # of a block
 _BLOCKS = 4  # of a multiprocessor, all of them at once on every card
-_ROWS = 4  # of a warp on a branch of a CUDA graph, whose blocks soon leave their place to those of the graph
 _LOADS = 5  # of a lane at a time, by 16 bytes: 1,280 columns
 _MAX_COLUMNS = 65535
 
@@ -233,8 +232,6 @@ def _accepts_devices(entries: list[_Entry]) -> Iterator[str | None]:
 def launch(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, groups: Sequence[int]) -> list[Tensor]:
     """`reference`, written over `rows`, in one launch for each 88 weights of a dtype; returns `rows`.
 
-    It is launched on the branch of a CUDA graph if there is one: `graph_branch.join(rows)` waits for it.
-
     For each row whose digest (`digest_of_rows`) is not the one in digests[i], rows[i], scales[i] and then digests[i]
     are written. The rest is left as it is. A new bank has digests of zeros.
 
@@ -254,8 +251,5 @@ def launch(weights: Tensors, rows: Tensors, scales: Tensors, digests: Tensors, g
             some = entries[start : start + ENTRIES]
             x, count = some[0].weight, sum(len(entry.row) for entry in some)
             blocks = min(cdiv(count, _WARPS), _BLOCKS * multiprocessors(device_of(x)))
-            if graph_branch.is_open():
-                blocks = cdiv(count, _WARPS * _ROWS)
-            with graph_branch.aside(rows):
-                launch_kernel(SOURCE, (blocks,), x, some, **constants(dtype))
+            launch_kernel(SOURCE, (blocks,), x, some, **constants(dtype))
     return list(rows)
