@@ -5,9 +5,9 @@ float32 with fewer layers.
     python -m benchmarks.transformers --model z-image,lumina2 --size 1024x1024,512x512 --compile
     python -m benchmarks.transformers --model z-image --size 1024x1024 --exact --eight-bits --as sm_80
 
-With `--as` kernels are chosen as for another card, and PyTorch's linear layers are `mma_gemm` and its attention is
-FlashAttention 2, as cuBLAS and cuDNN have Hopper's instructions on an H200 (benchmarks.ampere: `mma_gemm` takes as long
-as cuBLAS's kernels for Ampere).
+With `--as` kernels are chosen as for another card, PyTorch's linear layers are `mma_gemm`, and its attention is
+FlashAttention 2 or, with a mask, the memory-efficient one, as cuBLAS and cuDNN have Hopper's instructions on an H200
+(benchmarks.ampere: `mma_gemm` takes as long as cuBLAS's kernels for Ampere).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from sfast_ext import Config, accelerate
@@ -37,6 +38,7 @@ from sfast_ext.tools.lib.exact import without_tf32
 
 TOKENS = 77
 _DEPTHS = ("num_layers", "n_layers", "num_single_layers")
+_OF_AMPERE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -55,7 +57,7 @@ def first_call(call: Callable[[], Any]) -> float:
 
 @contextlib.contextmanager
 def for_ampere() -> Iterator[None]:
-    """Within, products on offer are `mma_gemm`'s, and attentions have no instructions of Hopper."""
+    """Within, products on offer are `mma_gemm`'s, and attentions are not cuDNN's, which has instructions of Hopper."""
     choose, preference = mma_choice.MmaChoice.run, attention._PREFERENCE
 
     def run(self: Any, device: Any, key: str, torchs: Any, ours: Any, tiles: Any, *rest: Any, **named: Any) -> Any:
@@ -64,9 +66,10 @@ def for_ampere() -> Iterator[None]:
 
     mma_choice.MmaChoice.run = run  # type: ignore[method-assign]
     if preference is not None:
-        attention._PREFERENCE = preference[0], {name: some for name, some in preference[1].items() if name != "cudnn"}
+        orders = {name: [each for each in some if each in _OF_AMPERE] for name, some in preference[1].items()}
+        attention._PREFERENCE = preference[0], {name: some for name, some in orders.items() if name != "cudnn"}
     try:
-        with ways.passing_for((8, 0)):
+        with ways.passing_for((8, 0)), sdpa_kernel(_OF_AMPERE):
             yield
     finally:
         mma_choice.MmaChoice.run, attention._PREFERENCE = choose, preference  # type: ignore[method-assign]
@@ -74,22 +77,23 @@ def for_ampere() -> Iterator[None]:
 
 @contextlib.contextmanager
 def eager_for_ampere() -> Iterator[None]:
-    """Within, PyTorch's linear layers are computed by `mma_gemm`, and its attentions by FlashAttention 2."""
-    linear, sdpa = F.linear, F.scaled_dot_product_attention
+    """Within, PyTorch's linear layers are computed by `mma_gemm` if that takes them."""
+    linear = F.linear
 
     def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        few = x.numel() // x.shape[-1] < mma_gemm.MIN_ROWS
-        return linear(x, weight, bias) if few else mma_linear.launch(x, weight, bias)
+        if x.numel() // x.shape[-1] < mma_gemm.MIN_ROWS or mma_gemm.accepts_linear(x, weight, bias) is not None:
+            return linear(x, weight, bias)
+        F.linear = linear  # the one that `mma_linear` calls
+        try:
+            return mma_linear.launch(x, weight, bias)
+        finally:
+            F.linear = product
 
-    def flash(*args: Any, **named: Any) -> torch.Tensor:
-        with torch.nn.attention.sdpa_kernel(_FLASH):
-            return sdpa(*args, **named)
-
-    F.linear, F.scaled_dot_product_attention = product, flash  # type: ignore[assignment]
+    F.linear = product
     try:
         yield
     finally:
-        F.linear, F.scaled_dot_product_attention = linear, sdpa
+        F.linear = linear
 
 
 def times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -210,7 +214,6 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterat
 
 
 _TOLD = {"state", "error", "no_graph_reason", "fused", "memory_mb", "ms_before", "ms_after"}
-_FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION
 
 
 def main(given: list[str] | None = None) -> None:

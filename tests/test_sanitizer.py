@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,6 +57,15 @@ def test_without_the_sanitizer_it_says_where_it_comes_from(monkeypatch, capsys) 
     monkeypatch.setattr(runner.shutil, "which", lambda *args, **kwargs: None)
     assert runner.main([]) == 2
     assert "CUDA toolkit" in capsys.readouterr().out
+
+
+def test_why_no_test_ran_is_told(monkeypatch, tmp_path, capsys) -> None:
+    wrote = ["-c", "import sys; print('collected 0'); sys.exit('No module named pytest')"]
+    monkeypatch.setattr(runner, "command", lambda *given: [sys.executable, *wrote])
+    given = SimpleNamespace(logs=tmp_path, large=False, tests="", cases=0, limit=60)
+    assert not runner.run("memcheck", "conv/test_conv2d.py", given, "")
+    assert "No module named pytest" in capsys.readouterr().out
+    assert "No module named pytest" in (tmp_path / "memcheck-test_conv2d.pytest.txt").read_text(encoding="utf-8")
 
 
 def test_memcheck_sees_accesses_between_tensors_and_leaves_out_captures() -> None:

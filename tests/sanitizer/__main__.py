@@ -30,6 +30,8 @@ MORE_TOOLS = (INITCHECK,)
 LARGE = "(31_bits or 32_bits)"
 # a capture cannot allocate if torch keeps no memory
 CAPTURES = "in_a_cuda_graph"
+FIRST_LINES = 12
+"""Of what a run wrote, printed if no test ran."""
 PLACES = ("/usr/local/cuda/bin",)
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed)")
 _LAUNCHED = re.compile(f"^{LAUNCHED}(.*)", re.MULTILINE)
@@ -115,10 +117,10 @@ def run(tool: str, file: str, given: argparse.Namespace, binary: str) -> bool:
             text=True,
             timeout=given.limit,
         )
-        said, status = done.stdout, str(done.returncode)
+        said, erred, status = done.stdout, done.stderr, str(done.returncode)
     except subprocess.TimeoutExpired as late:
-        said, status = (late.stdout or b"").decode(), "cut"
-    log.with_suffix(".pytest.txt").write_text(said, encoding="utf-8")
+        said, erred, status = (late.stdout or b"").decode(), (late.stderr or b"").decode(), "cut"
+    log.with_suffix(".pytest.txt").write_text(said + erred, encoding="utf-8")
     told = outcome(log.read_text(encoding="utf-8", errors="replace") if log.exists() else "", said)
     # pytest selected nothing; the sanitizer saw no call to the GPU
     if status == "5" or (status == "255" and not told.passed + told.failed and "deselected" in said):
@@ -127,6 +129,8 @@ def run(tool: str, file: str, given: argparse.Namespace, binary: str) -> bool:
     found = f"findings {told.findings}, launches unwatched {told.untracked}"
     took = f"exit {status}, {time.monotonic() - began:.0f} s"
     print(f"{tool:10} {Path(file).stem:32} {tests}, {found}, {took}, of {told.launched or 'no CUDA C++'}", flush=True)
+    if not told.passed + told.failed:
+        print("\n".join((said + erred).splitlines()[:FIRST_LINES]), flush=True)
     return told.clean
 
 
