@@ -259,3 +259,21 @@ def test_the_memory_of_a_weight_that_somebody_reads_is_not_written_to() -> None:
     with pytest.raises(WeightsChanged, match="still in use by others"):
         arena.sync()
     assert torch.equal(kept, values)
+
+
+def test_a_layers_state_that_somebody_keeps_ends_no_plan_for_ever() -> None:
+    net = nn.Sequential(nn.Conv2d(4, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 4, 3, padding=1)).eval()
+    accelerator = accelerate(net.requires_grad_(False), Config(allow_cpu=True, drop_slower=False))
+    x = torch.randn(1, 4, 8, 8)
+    for _ in range(3):
+        net(x)
+    with torch.enable_grad():
+        want = net(x).detach()
+    kept = net[0].state_dict()
+    for _ in range(3):
+        close(net(x), want)
+    assert accelerator.plans and kept["weight"].data_ptr()
+    runs = accelerator.report.counter("eager_runs")
+    close(net(x), want)
+    assert accelerator.report.counter("eager_runs") > runs
+    accelerator.release()

@@ -214,7 +214,7 @@ def in_library(file: str) -> bool:
     path = PurePath(file)
     if not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
         return True
-    folders = set(map(PurePath, sys.path))
+    folders = {PurePath(each) for each in sys.path if isinstance(each, str)}  # Python passes over others as well
     return any(path.relative_to(each).as_posix() in _installed(each) for each in path.parents if each in folders)
 
 

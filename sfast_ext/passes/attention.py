@@ -43,7 +43,8 @@ def attention(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     q, k, v = node.args[:3]
     found = [each for each in (match_shared(x, pinned) for x in (k, v)) if each is not None]
     with node.graph.inserting_before(node):
-        if len(found) == 2 and {each.heads * each.times for each in found} == {(shape(q) or (0, 0))[1]}:
+        alike = len(found) == 2 and found[0].heads == found[1].heads
+        if alike and {each.heads * each.times for each in found} == {(shape(q) or (0, 0))[1]}:
             k, v = (unrepeated(node.graph, each) for each in found)
         new = call(node.graph, kernel.launch, (q, k, v), node, options)
     replace(node, new)

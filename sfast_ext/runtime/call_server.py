@@ -345,6 +345,8 @@ class CallServer:
         try:
             # the backoff keeps its counts: weights that change at every call must not be captured for ever
             self._context.model.forget_plans(str(exc), at_once=False)
+            # else weights that cannot be laid out end each later call before a plan is made
+            self._context.model.restore_layout(self._report)
         except Exception as again:
             self._report.error("giving up a plan", again)
 

@@ -345,3 +345,10 @@ def test_a_list_that_cannot_be_read_is_none(tmp_path, monkeypatch):
     listed(tmp_path, info="two-1.0.dist-info")
     (tmp_path / "two-1.0.dist-info" / "RECORD").write_bytes(b"two.py,\xff\xfe\n")
     assert in_library(str(tmp_path / "one.py")) and not in_library(str(tmp_path / "two.py"))
+
+
+@pytest.mark.parametrize("entry", [None, b"/somewhere", 3])
+def test_an_entry_of_the_path_that_is_no_text_is_passed_over(monkeypatch: pytest.MonkeyPatch, entry: object) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, entry])
+    in_library.cache_clear()
+    assert not in_library("/somewhere/a_file_of_nobody.py") and in_library(np.__file__)

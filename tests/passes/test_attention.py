@@ -97,6 +97,18 @@ def test_heads_of_which_one_operand_is_repeated_stay(once: str) -> None:
     assert traced.error() < 1e-6
 
 
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2)])
+def test_keys_and_values_of_other_counts_stay(counts: tuple[int, int]) -> None:
+    def forward(q: Tensor, *kv: Tensor) -> Tensor:
+        each = (x.unsqueeze(3).repeat(1, 1, 1, 4 // x.shape[2], 1).flatten(2, 3).transpose(1, 2) for x in kv)
+        return F.scaled_dot_product_attention(q.transpose(1, 2), *each)
+
+    traced = Traced(forward, ROWS[:, :, :4], *(x[:, :, :count] for x, count in zip(KV, counts)))
+    assert traced.rewrite(attention) == 1
+    assert {tuple(x.meta["val"].shape) for x in traced.find("attention")[0].args[1:3]} == {(2, 4, 6, 16)}
+    assert traced.error() < 1e-6
+
+
 def test_repeated_heads_that_are_written_are_not_shared() -> None:
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k = k.clone()

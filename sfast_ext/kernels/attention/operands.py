@@ -41,9 +41,11 @@ class Operands(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """How many heads of q have one of k and v."""
-        q, k = self.q, self.k
-        return q.shape[1] // k.shape[1] if q.dim() == k.dim() == 4 else 1
+        """How many heads of q have one of k and v; 1 if torch broadcasts them in another way."""
+        if not self.q.dim() == self.k.dim() == self.v.dim() == 4:
+            return 1
+        of_q, of_k, of_v = (x.shape[1] for x in (self.q, self.k, self.v))
+        return of_q // of_k if of_k == of_v and of_k and of_q % of_k == 0 and of_q > of_k else 1
 
     def repeated(self) -> Operands:
         """With a head of k and v for each of q, by a copy if they are shared. It is laid out as (B, S, H, D)."""

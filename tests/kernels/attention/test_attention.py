@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from kernels.support import randn
 from sfast_ext.kernels.attention import attention
@@ -145,3 +146,10 @@ def test_shared_heads(where, masked, heads, shared, size):
         found = attention.launch(q, k, v, mask)
     assert found.shape == target.shape and found.dtype == dtype
     assert float((found.double() - target).norm() / target.norm()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("counts", [(1, 4, 4), (4, 1, 4), (4, 4, 1), (1, 4, 1), (1, 1, 4)], ids=str)
+def test_heads_that_torch_broadcasts(counts):
+    q, k, v = (torch.randn(2, count, 20, 16) for count in counts)
+    assert Operands(q, k, v).shared == 1
+    torch.testing.assert_close(attention.launch(q, k, v), F.scaled_dot_product_attention(q, k, v))
