@@ -71,6 +71,8 @@ class Operands(NamedTuple):
 
     def reads_shared_heads(self) -> bool:
         """Whether one of torch's fused kernels does so; else it would repeat them, or store all scores."""
+        if not self.q.is_cuda:
+            return False  # torch would ask the driver, also if there is none
         cuda = torch.backends.cuda
         try:
             # another number of arguments before torch 2.5
