@@ -14,7 +14,7 @@ from sfast_ext.behaviour.foreign_code import describe
 from sfast_ext.hooks import Hooks, Read
 from sfast_ext.hosts import reasons
 from sfast_ext.hosts.attachment import is_host_code
-from sfast_ext.hosts.forge.programs import NOTED, PASSED_ON, PATCHES, WRAPPERS, Program, quantised_formats
+from sfast_ext.hosts.forge.programs import NOTED, PASSED_ON, PATCHES, WRAPPERS, Program, quantised_or
 from sfast_ext.hosts.forge.reading import Reading
 from sfast_ext.hosts.host_queue import interrupted
 from sfast_ext.reasons import Reason
@@ -173,7 +173,6 @@ class TextHooks(PartHooks):
     def _weights_reason(self, holder: Any, network: nn.Module) -> Reason | None:
         odd = {p.dtype for p in network.parameters()} - COMPUTED
         if odd or any(type(p) is not nn.Parameter for p in network.parameters()):
-            formats = quantised_formats(network)
-            stored = reasons.STORED_IN_KINDS(", ".join(sorted(str(each).removeprefix("torch.") for each in odd)))
-            return reasons.QUANTISED(formats) if formats else stored
+            kinds = ", ".join(sorted(str(each).removeprefix("torch.") for each in odd))
+            return quantised_or(reasons.STORED_IN_KINDS(kinds), network)
         return self._program.inside_bypass_reason(holder, network)

@@ -98,11 +98,11 @@ def _neo_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
     return _neo_inside(holder, unet) or _cast_bypass_reason(holder, unet, any(m.parameters_manual_cast for m in layers))
 
 
-def quantised_formats(network: nn.Module) -> str:
-    """The formats of layers that a checkpoint had in 8 or 4 bits, in Forge Neo's words; an empty string if it had
-    none."""
+def quantised_or(stored: Reason, network: nn.Module) -> Reason:
+    """The formats of layers that a checkpoint had in 8 or 4 bits, in Forge Neo's words; `stored` if it had none."""
     named = (m.__dict__.get("quant_format") for m in network.modules())
-    return ", ".join(sorted({name for name in named if isinstance(name, str)}))
+    formats = ", ".join(sorted({name for name in named if isinstance(name, str)}))
+    return reasons.QUANTISED(formats) if formats else stored
 
 
 def _cast_bypass_reason(holder: Any, unet: nn.Module, casts: bool) -> Reason | None:
@@ -110,9 +110,7 @@ def _cast_bypass_reason(holder: Any, unet: nn.Module, casts: bool) -> Reason | N
     computed = getattr(holder, "computation_dtype", weights[0].dtype if weights else None)
     # of some kinds of quantisation the layers cast nothing, and have weights of other kinds
     if casts or any(type(p) is not nn.Parameter or p.dtype is not computed for p in weights):
-        formats = quantised_formats(unet)
-        stored = reasons.STORED_IN(getattr(holder, "storage_dtype", "another type"))
-        return reasons.QUANTISED(formats) if formats else stored
+        return quantised_or(reasons.STORED_IN(getattr(holder, "storage_dtype", "another type")), unet)
     return None
 
 
