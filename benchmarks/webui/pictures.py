@@ -119,6 +119,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     described = {"host": options.host, "steps": options.steps, "sampler": SAMPLER}
     described |= {"model": options.model, "weights": weights, "batch": options.batch, "card_gib": options.card}
     described |= {"vae_plans_at_once": options.vae_plans_at_once, "another_prompt": options.another_prompt}
+    described |= {"warm": options.warm}
     found = {**machine.describe(), **described, "rows": rows}
     webuis = {(flags, way): host.start(way, n, flags) for n, flags in enumerate(options.flags) for way in options.ways}
     with contextlib.ExitStack() as stack:
@@ -126,7 +127,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             stack.push(webui)
         # SD.Next takes half a minute to start
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda webui: host.ready(webui.__enter__()), webuis.values()))
+            list(pool.map(lambda webui: begin(host, webui, options), webuis.values()))
         stack.enter_context(turn(options.turn))
         for kind in options.kinds:
             for size in options.sizes:
@@ -134,6 +135,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 if options.json:
                     records.write(options.json, found)
     return found
+
+
+def begin(host: Host, webui: Any, options: argparse.Namespace) -> None:
+    """Start a WebUI, and wait until its model is loaded."""
+    host.ready(webui.__enter__())
+    if options.warm:
+        taken(webui, "txt2img", {"prompt": PROMPT, "steps": 2, "width": 64, "height": 64, "sampler_name": SAMPLER})
 
 
 @contextlib.contextmanager
@@ -278,6 +286,7 @@ def main() -> int:
         help="of the WebUI; each set is a WebUI more for each way (AUTOMATIC1111: --opt-sdp-attention)",
     )
     parser.add_argument("--stock", type=int, metavar="N", help="of these with the WebUI alone, at most (all)")
+    parser.add_argument("--warm", action="store_true", help="a small image in each WebUI before those that are timed")
     parser.add_argument("--turn", metavar="DIR,N,ALL", help="this is run N of so many that start at the same time")
     parser.add_argument("--models", type=Path, metavar="DIR", help="where models of random weights stay (nowhere)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")

@@ -26,6 +26,7 @@ TOLD = {
     "json": None,
     "stock": None,
     "turn": None,
+    "warm": False,
     "another_prompt": False,
     "sizes": [(128, 128)],
     "steps": 2,
