@@ -2,7 +2,7 @@
 
 python -m benchmarks.webui.table                  # the table
 python -m benchmarks.webui.table --add RUN.json   # a run of `benchmarks.webui` into the results first, in place of an
-                                                  # earlier one of the same WebUI and model
+                                                  # earlier one of the same WebUI, model and flags
 python -m benchmarks.webui.table --print          # the table alone, to the terminal
 """
 
@@ -30,22 +30,19 @@ HOSTS = {
 }
 MODELS = {"sd15": "SD 1.5", "sdxl": "SDXL"}
 KINDS = {"txt2img": "", "control": ", with a ControlNet", "hires": ", hires fix", "img2img": ", img2img"}
-HEAD = (
-    "WebUI, model, size",
-    "Without, s",
-    "With the extension, s",
-    "Ratio",
-    "The UNet alone, s",
-    "At most apart, of 255",
-    "Commit",
-)
+HEAD = ("WebUI, model, size", "Without, s", "With the extension, s", "Ratio", "At most apart, of 255")
 
 
 def added(results: list[dict[str, Any]], run: dict[str, Any]) -> list[dict[str, Any]]:
     """The results with this run, in the order of the table."""
-    kept = [each for each in results if (each["host"], each["model"]) != (run["host"], run["model"])]
+    kept = [each for each in results if kind(each) != kind(run)]
     order = {name: at for at, name in enumerate(HOSTS)}
-    return sorted([*kept, run], key=lambda each: (order[each["host"]], each["model"]))
+    return sorted([*kept, run], key=lambda each: (order[each["host"]], *kind(each)))
+
+
+def kind(run: dict[str, Any]) -> tuple[str, str, list[str]]:
+    """What only one run of the results has: the WebUI, the model and its flags."""
+    return run["host"], run["model"], sorted({row["flags"] for row in run["rows"]})
 
 
 def render(results: Sequence[dict[str, Any]]) -> str:
@@ -58,18 +55,23 @@ def render(results: Sequence[dict[str, Any]]) -> str:
             median = row["median_s"]
             flags = f", `{row['flags']}`" if row["flags"] else ""
             size = f"{row['width']}×{row['height']}{KINDS[row['kind']]}{flags}"
+            alone = f", the UNet alone {median['unet']:.2f}" if "unet" in median else ""
             lines.append(
                 [
                     f"{HOSTS[run['host']]}, {MODELS[run['model']]}, {size}",
                     f"{median['stock']:.2f}",
-                    f"**{median['extended']:.2f}**",
+                    f"**{median['extended']:.2f}**{alone}",
                     f"{median['stock'] / median['extended']:.1f} ×",
-                    f"{median['unet']:.2f}" if "unet" in median else "–",
                     f"{max(row['apart_of_255']):.2f}",
-                    run["commit"].rstrip("+")[:8],
                 ]
             )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def stacks(results: Sequence[dict[str, Any]]) -> str:
+    """What the runs were measured with; several where they are not all of one state."""
+    found = dict.fromkeys((run["gpu"], run["torch"], run["driver"], run["commit"].rstrip("+")[:8]) for run in results)
+    return "; ".join(f"{gpu}, torch {torch}, driver {driver}, {commit}" for gpu, torch, driver, commit in found)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -82,12 +84,13 @@ def main(given: Sequence[str] | None = None) -> int:
     for file in args.add:
         results = added(results, json.loads(file.read_text(encoding="utf-8")))
     if args.print:
-        print(render(results))
+        print(f"{render(results)}\n\n{stacks(results)}")
         return 0
     if args.add:
         records.write(RESULTS, results)
+    text = f"{render(results)}\n\n{stacks(results)}."
     page = ROOT / "docs" / "measurements.md"
-    page.write_text(marks.replaced(page.read_text(encoding="utf-8"), BEGIN, END, render(results)), encoding="utf-8")
+    page.write_text(marks.replaced(page.read_text(encoding="utf-8"), BEGIN, END, text), encoding="utf-8")
     return 0
 
 
