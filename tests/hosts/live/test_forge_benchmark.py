@@ -1,4 +1,4 @@
-"""The benchmark of whole images in a real Forge Neo and Classic, with a small model on a CPU."""
+"""The benchmark of whole images in a real Forge of each kind, with a small model on a CPU."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ KINDS = ["txt2img", "hires", "img2img"]
     [
         pytest.param("forge-neo", forge.NEO, marks=forge.NEO.marks),
         pytest.param("forge-classic", forge.CLASSIC, marks=forge.CLASSIC.marks),
+        pytest.param("forge", forge.OLD, marks=forge.OLD.marks),
+        pytest.param("reforge", forge.REFORGE, marks=forge.REFORGE.marks),
     ],
 )
 def test_images_of_each_kind_are_timed_and_taken_apart(host: str, program: forge.Program, tmp_path: Path):
