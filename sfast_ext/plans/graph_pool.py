@@ -38,12 +38,12 @@ class CapturedGraph:
     """A CUDA graph and the static tensors that it writes.
 
     `size` is the growth of the pool in bytes, `share` the graph's weight in `max_graphs`, `ms` the time of the capture
-    without what waits for the GPU and frees memory before it.
+    without what waits for the GPU and frees memory before it, `launch_ms` that of its launches.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor], size: int) -> None:
         self.graph, self.outputs, self.size = graph, outputs, size
-        self.share, self.ms = 1.0, 0.0
+        self.share, self.ms, self.launch_ms = 1.0, 0.0, 0.0
 
     def free(self) -> None:
         """Destroy the graph and let go of its outputs.
@@ -212,7 +212,9 @@ class GraphPool:
                 try:
                     if not self._entries:
                         self._reserve_arena(expected)
+                    launching = time.perf_counter()
                     outputs = run()
+                    launched = time.perf_counter()
                 finally:
                     graph.capture_end()
                     ended = True
@@ -233,7 +235,7 @@ class GraphPool:
         grown = max(0, torch.cuda.memory_reserved(self.device) - before)
         self._reserved += grown
         captured = CapturedGraph(graph, outputs, grown)
-        captured.ms = 1000 * (time.perf_counter() - began)
+        captured.ms, captured.launch_ms = 1000 * (time.perf_counter() - began), 1000 * (launched - launching)
         return captured
 
     def _reserve_arena(self, expected: int) -> None:
