@@ -11,6 +11,7 @@ from torch import nn
 
 from sfast_ext import host_gpu
 from sfast_ext.plans import graph_pool
+from sfast_ext.report import Report
 
 DECODING_RESERVE = 6 << 30
 """Bytes that decoding and text encoders may need in addition to a UNet, if the host does not say what it runs next."""
@@ -62,6 +63,14 @@ def make_room(needed: float, givers: Iterable[Callable[[], object]]) -> bool:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return free_bytes() >= needed
+
+
+def givers(needed: float, report: Report, why: str) -> list[Callable[[], object]]:
+    """What frees memory of plans, for `make_room`: CUDA graphs first, then of banks what is missing."""
+    return [
+        lambda: graph_pool.make_room(report, why, banks=0),
+        lambda: graph_pool.make_room(report, why, banks=needed - free_bytes()),
+    ]
 
 
 def left_to_others(needed: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import threading
 import time
 import weakref
@@ -172,14 +173,14 @@ class GraphPool:
             self._current = raw, torch.cuda.current_stream(self.device)
         return self._current[1]
 
-    def make_room(self, report: Report, why: str = "the GPU is out of memory", banks: bool = True) -> None:
-        """Free all memory, or that of graphs alone. Graphs are captured again at their next use, and banks are filled
-        again."""
+    def make_room(self, report: Report, why: str = "the GPU is out of memory", banks: float = math.inf) -> None:
+        """Free the memory of graphs, and so many bytes of banks. Graphs are captured again at their next use, and banks
+        are filled again."""
         with self.lock:
             if self._entries:
                 self._evict_all(report, why)
-            for each in list(self.spare) if banks else ():
-                each.vacate()
+            for each in list(self.spare):
+                banks -= each.vacate(banks) if banks > 0 else 0
             torch.cuda.empty_cache()
 
     def drop(self, captured: CapturedGraph) -> None:
@@ -315,8 +316,8 @@ def held() -> int:
         return sum(pool.size for pool in _pools.values())
 
 
-def make_room(report: Report, why: str, banks: bool = True) -> None:
-    """Free the memory of all graphs and, unless asked not to, of all banks; see `GraphPool.make_room`."""
+def make_room(report: Report, why: str, banks: float = math.inf) -> None:
+    """Free the memory of all graphs, and so many bytes of banks on each device; see `GraphPool.make_room`."""
     with _pools_lock:
         pools = list(_pools.values())
     for pool in pools:

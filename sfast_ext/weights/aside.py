@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from sfast_ext import reasons
-from sfast_ext.weights.original_layout import is_plain
+from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged, WeightSlot
 
 
@@ -69,3 +71,31 @@ def state_of(value: torch.Tensor) -> tuple[Any, ...]:
         # an inference tensor has none: its digest alone tells
         version = -1
     return id(value), value.data_ptr(), version, value.stride()
+
+
+def in_system_memory(asides: Iterable[Aside]) -> list[torch.Tensor]:
+    """Those parameters that are there, each once."""
+    held = {id(now): now for aside in asides if isinstance(now := aside.now, torch.Tensor)}
+    return [now for now in held.values() if is_plain(now) and now.device.type == "cpu"]
+
+
+@contextlib.contextmanager
+def hidden(asides: Iterable[Aside], device: torch.device) -> Iterator[None]:
+    """Within, the parameters in system memory are empty ones on a GPU."""
+    taken = []
+    asides = list(asides)
+    here = in_system_memory(asides)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for aside in asides:
+                value = aside.now
+                if any(value is each for each in here):
+                    taken.append((aside, live_tensor(value), value))
+                    set_data(value, torch.empty(0, dtype=value.dtype, device=device))
+        yield
+    finally:
+        for aside, source, value in taken:
+            # the host may have put another object there
+            for now in {id(each): each for each in (aside.now, value)}.values():
+                if isinstance(now, torch.Tensor) and not now.numel():
+                    set_data(now, source)

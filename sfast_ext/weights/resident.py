@@ -4,7 +4,7 @@ A *resident* bank is not read from a live tensor. It is made of what the module 
 tensor in system memory, which comes to the GPU in small parts, or a tensor on the GPU, which is then set aside. So the
 module's parameters are the truth, as they are for live tensors, and the host changes them as it always does.
 
-Before a plan with such banks runs, `sync` asks for each of these parameters whether it is the same object, in the same
+Before a plan with such banks runs, `due` asks for each of these parameters whether it is the same object, in the same
 memory, with the same version. What changed is quantised again. A write that torch does not count (through `.data` or
 NumPy) is found by a digest: of all of them with the first call of a generation, and of `AUDITED_BYTES` with each other
 call, so that each is read within some calls. Before the original forward runs, `bring_back` moves the parameters to the
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.weights import host_copies
-from sfast_ext.weights.aside import Aside, state_of
+from sfast_ext.weights.aside import Aside, hidden, in_system_memory, state_of
 from sfast_ext.weights.banks import Bank, batches
 from sfast_ext.weights.digest import digest_of, digests_of
-from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
+from sfast_ext.weights.original_layout import live_tensor, set_data
 from sfast_ext.weights.staging import Staging, to_system_memory
 from sfast_ext.weights.streamed import Streamed
 from sfast_ext.weights.tracked import TrackedWeights
@@ -124,8 +125,12 @@ class Resident:
         assert self.device is not None
         return self._tracked.banks.get_resident(weight, group, tuple(sources), self.device)
 
-    def due(self) -> list[Bank]:
+    def due(self, restore: Callable[[list[Bank]], object] | None = None) -> list[Bank]:
         """The banks whose values are not those of the module. Looks at the module alone.
+
+        Args:
+            restore: called with the banks whose values are in system memory, without those that are known to have
+                changed. Meanwhile weights are read.
 
         Raises:
             WeightsChanged: a parameter is none that banks can be made of.
@@ -134,10 +139,22 @@ class Resident:
         banks = self.banks
         used = {id(aside): aside for bank in banks for aside, _ in bank.sources}
         changed = {key for key, aside in used.items() if aside.seen != state_of(aside.checked())}
+
+        def is_due(bank: Bank) -> bool:
+            return not bank.known or not changed.isdisjoint(id(aside) for aside, _ in bank.sources)
+
         # what is quantised in any case need not be read before
-        read = {id(aside) for bank in banks if bank.ready for aside, _ in bank.sources} - changed
-        changed |= {id(aside) for aside in self._audited([used[key] for key in used if key in read])}
-        return [b for b in banks if not b.ready or not changed.isdisjoint(id(aside) for aside, _ in b.sources)]
+        read = {id(aside) for bank in banks if bank.known for aside, _ in bank.sources} - changed
+        audited = [used[key] for key in used if key in read]
+        if restore is None:
+            changed |= {id(aside) for aside in self._audited(audited)}
+        else:
+            back = [bank for bank in banks if not bank.ready and not is_due(bank)]
+            with ThreadPoolExecutor(1, thread_name_prefix="sfast: digests") as side:
+                found = side.submit(lambda: list(self._audited(audited)))
+                restore(back)
+                changed |= set(map(id, found.result()))
+        return [bank for bank in banks if is_due(bank)]
 
     def fill(self, banks: Sequence[Bank], quantise: Quantise) -> None:
         """Quantise the parameters of banks, and set aside those that are on the GPU.
@@ -171,6 +188,7 @@ class Resident:
         parts_left = {id(bank): len(bank.sources) for bank in banks}
         for some in batches(banks, BATCH_BYTES):
             for bank, *_ in some:
+                bank.copies = None
                 bank.occupy()
             asides = list({id(aside): aside for _, aside, _ in some}.values())
             held = [aside.checked() for aside in asides]
@@ -268,9 +286,7 @@ class Resident:
         return len(moved)
 
     def _elsewhere(self) -> list[torch.Tensor]:
-        """The parameters in system memory."""
-        held = {id(now): now for aside in self._asides.values() if isinstance(now := aside.now, torch.Tensor)}
-        return [now for now in held.values() if is_plain(now) and now.device.type == "cpu"]
+        return in_system_memory(self._asides.values())
 
     def _leave(self, values: Iterable[Any]) -> None:
         """Move parameters to system memory: to what they had there, if nothing changed them on the GPU. There they have
@@ -327,26 +343,11 @@ class Resident:
         finally:
             self._thread.streams = False
 
-    @contextlib.contextmanager
-    def hidden(self) -> Iterator[None]:
+    def hidden(self) -> contextlib.AbstractContextManager[None]:
         """Within, the parameters in system memory are empty ones on the GPU: a host that moves the module there leaves
         them where they are."""
-        taken = []
-        here = self._elsewhere()
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                for aside in self._asides.values():
-                    value = aside.now
-                    if any(value is each for each in here):
-                        taken.append((aside, live_tensor(value), value))
-                        set_data(value, torch.empty(0, dtype=value.dtype, device=self.device))
-            yield
-        finally:
-            for aside, source, value in taken:
-                # the host may have put another object there
-                for now in {id(each): each for each in (aside.now, value)}.values():
-                    if isinstance(now, torch.Tensor) and not now.numel():
-                        set_data(now, source)
+        assert self.device is not None
+        return hidden(self._asides.values(), self.device)
 
     @contextlib.contextmanager
     def lent(self, module: nn.Module) -> Iterator[None]:

@@ -6,6 +6,7 @@ from mutations import Mutation
 
 _TESTS = "runtime/test_resident.py::"
 _BYTES = "runtime/test_resident_bytes.py::"
+_COPIES = "runtime/test_resident_copies.py::"
 _CHANGES = _TESTS + "test_changes_are_followed_at_the_next_call"
 _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 
@@ -29,6 +30,27 @@ MUTATIONS = [
         "banks without values", "weights/banks.py",
         "self.ready = not self.sources", "pass",
         (_TESTS + "test_memory_that_others_need",),
+    ),
+    Mutation(
+        "copies of values that changed while they were away", "weights/resident.py",
+        "return not bank.known or not changed.isdisjoint(id(aside) for aside, _ in bank.sources)",
+        "return not bank.known",
+        (_COPIES + "test_changes_are_followed_by_values_that_gave_way",),
+    ),
+    Mutation(
+        "copies of values that were quantised again", "weights/resident.py",
+        "bank.copies = None\n bank.occupy()", "bank.occupy()",
+        (_COPIES + "test_changes_are_followed_by_values_that_gave_way",),
+    ),
+    Mutation(
+        "writes that torch does not count, while values come back", "weights/resident.py",
+        "changed |= set(map(id, found.result()))", "found.result()",
+        (_COPIES + "test_a_write_that_nothing_counts_is_read_while_values_come_back",),
+    ),
+    Mutation(
+        "values without a copy of them", "weights/banks.py",
+        "if bank.sources and bank.ready and bank.copies is None]", "if bank.sources and bank.copies is None]",
+        (_COPIES + "test_what_has_no_values_is_not_copied",),
     ),
     Mutation(
         "weights that come back before the original forward", "runtime/model_state.py",

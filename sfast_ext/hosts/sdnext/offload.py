@@ -22,7 +22,6 @@ from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import WeightMoves, fetch_weights, place_of, staying
 from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
-from sfast_ext.plans import graph_pool
 from sfast_ext.report import Report
 
 _WHY = "SD.Next needs the GPU memory"
@@ -105,7 +104,7 @@ class Offload:
         return original(name)
 
     def _make_room(self, needed: float) -> None:
-        givers = [lambda: graph_pool.make_room(self._report, _WHY), *(a.give_memory_back for a in self._attachments)]
+        givers = [*gpu_room.givers(needed, self._report, _WHY), *(a.give_memory_back for a in self._attachments)]
         gpu_room.make_room(needed, givers)
 
     def _notice_out_of_memory(self) -> None:
