@@ -77,7 +77,7 @@ def left_to_others(needed: float) -> float:
     """Bytes to leave free in addition while a VAE runs that needs so many: on a small card, next to weights in 8 bits
     that come back from system memory, what a desktop and other programs may have. A driver that has no memory left for
     them moves what torch holds to system memory, without an error."""
-    tight = needed >= _LARGE and _is_tight()
+    tight = needed >= _LARGE and is_tight()
     resident = tight and any(banks.resident() for banks in graph_pool.pool_of(host_gpu.device()).spare)
     return OTHERS_RESERVE if resident else 0.0
 
@@ -85,7 +85,7 @@ def left_to_others(needed: float) -> float:
 def hold_one_block(needed: float) -> None:
     """On a small card, have the allocator hold one block for what comes next, and nothing else that is free. Blocks of
     all the sizes of a VAE's values, into which others do not fit, take nearly twice the memory."""
-    if needed >= _LARGE and _is_tight():
+    if needed >= _LARGE and is_tight():
         torch.cuda.empty_cache()
         for factor in (GAPS, 1.0):
             with contextlib.suppress(torch.cuda.OutOfMemoryError):
@@ -93,7 +93,8 @@ def hold_one_block(needed: float) -> None:
                 break
 
 
-def _is_tight() -> bool:
+def is_tight() -> bool:
+    """Whether the card is small."""
     return torch.cuda.is_available() and torch.cuda.get_device_properties(host_gpu.device()).total_memory < TIGHT
 
 

@@ -20,7 +20,7 @@ class Aside:
 
     Attributes:
         slots: the places in modules that hold it.
-        seen: what it was when banks were last made of it: (object, address, version, strides); None: nothing yet.
+        seen: what it was when banks were last made of it, see `state_of`; None: nothing yet.
         digest: that of its values then, see `digest`.
     """
 
@@ -41,6 +41,15 @@ class Aside:
         """What the module holds."""
         container, name = self.slots[0]
         return container.get(name)
+
+    def changed(self) -> bool:
+        """Whether banks are to be made of it again, as far as its state tells. Raises what `checked` does."""
+        seen, now = self.seen, self.now
+        same = seen is not None and isinstance(now, torch.Tensor) and state_of(now) == seen
+        if same and all(container.get(name) is now for container, name in self.slots[1:]):
+            # as when it was checked
+            return False
+        return seen != state_of(self.checked())
 
     def checked(self) -> torch.Tensor:
         """What the module holds.
@@ -70,7 +79,7 @@ def state_of(value: torch.Tensor) -> tuple[Any, ...]:
     except RuntimeError:
         # an inference tensor has none: its digest alone tells
         version = -1
-    return id(value), value.data_ptr(), version, value.stride()
+    return id(value), type(value), value.data_ptr(), version, value.stride(), value.shape, value.dtype
 
 
 def in_system_memory(asides: Iterable[Aside]) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ permuted. A tensor of less than two rows is its own digest.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -56,8 +57,14 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     threads = min(_MAX_THREADS, torch.get_num_threads())
     if threads < 2 or sum(tensor.nbytes for tensor in tensors) < _ALONE_BYTES:
         return list(map(_by_numpy, tensors))
-    with ThreadPoolExecutor(threads, thread_name_prefix="sfast: digests") as pool:
-        return list(pool.map(_by_numpy, tensors))
+    return list(_pool(threads).map(_by_numpy, tensors))
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Kept: it is used before each step of a model in 8 bits on a small card, and threads take longer to start than
+    that lasts."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="sfast: digests")
 
 
 def _by_numpy(tensor: torch.Tensor) -> torch.Tensor:

@@ -80,9 +80,7 @@ class Resident:
     def set_aside(self, weights: Iterable[Weight], device: torch.device) -> None:
         """Move the parameters of weights to system memory, and free the memory that plans would read. Other plans that
         read it find the weights elsewhere."""
-        tracked = self._tracked
-        self.device = device
-        weights = list(weights)
+        tracked, weights, self.device = self._tracked, list(weights), device
         parts = list({id(part): part for weight in weights for part in weight.parts or (weight,)}.values())
         for part in parts:
             if part.path not in self._asides:
@@ -138,10 +136,10 @@ class Resident:
         """
         banks = self.banks
         used = {id(aside): aside for bank in banks for aside, _ in bank.sources}
-        changed = {key for key, aside in used.items() if aside.seen != state_of(aside.checked())}
+        changed = {key for key, aside in used.items() if aside.changed()}
 
         def is_due(bank: Bank) -> bool:
-            return not bank.known or not changed.isdisjoint(id(aside) for aside, _ in bank.sources)
+            return not bank.known or bool(changed) and any(id(aside) in changed for aside, _ in bank.sources)
 
         # what is quantised in any case need not be read before
         read = {id(aside) for bank in banks if bank.known for aside, _ in bank.sources} - changed

@@ -13,7 +13,7 @@ _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 MUTATIONS = [
     Mutation(
         "weights that changed while they were in system memory", "weights/resident.py",
-        "if aside.seen != state_of(aside.checked())", "if False",
+        "if aside.changed()", "if False",
         (_CHANGES,),
     ),
     Mutation(
@@ -33,7 +33,7 @@ MUTATIONS = [
     ),
     Mutation(
         "copies of values that changed while they were away", "weights/resident.py",
-        "return not bank.known or not changed.isdisjoint(id(aside) for aside, _ in bank.sources)",
+        "return not bank.known or bool(changed) and any(id(aside) in changed for aside, _ in bank.sources)",
         "return not bank.known",
         (_COPIES + "test_changes_are_followed_by_values_that_gave_way",),
     ),
