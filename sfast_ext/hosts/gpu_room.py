@@ -73,6 +73,13 @@ def givers(needed: float, report: Report, why: str) -> list[Callable[[], object]
     ]
 
 
+def free_pieces(needed: float, report: Report, why: str) -> None:
+    """Free all banks if so many bytes are free, but in pieces between them, which hold no values of a VAE."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info(host_gpu.device())[0] < needed:
+        graph_pool.make_room(report, why)
+
+
 def left_to_others(needed: float) -> float:
     """Bytes to leave free in addition while a VAE runs that needs so many: on a small card, next to weights in 8 bits
     that come back from system memory, what a desktop and other programs may have. A driver that has no memory left for

@@ -47,10 +47,11 @@ class VaeMemory:
     """Forward hooks on the decoders and encoders of VAEs.
 
     Args:
-        make_room: called before one runs on the GPU, with the bytes that it needs.
+        make_room: called before one runs on the GPU, with the bytes that it needs, and whether they must not be free
+            in pieces.
     """
 
-    def __init__(self, make_room: Callable[[float], None]) -> None:
+    def __init__(self, make_room: Callable[[float, bool], None]) -> None:
         self._make_room = make_room
         self._vaes: dict[int, tuple[weakref.ref[nn.Module], list[Any]]] = {}
 
@@ -94,7 +95,8 @@ class VaeMemory:
         def hook(_: nn.Module, args: Any) -> None:
             if args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
                 needed = need(args[0])
-                self._make_room(needed + gpu_room.left_to_others(needed))
+                others = gpu_room.left_to_others(needed)
+                self._make_room(needed + others, others > 0)
                 if not frees_cached:
                     gpu_room.hold_one_block(needed)
 

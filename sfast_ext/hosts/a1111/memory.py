@@ -117,7 +117,7 @@ class A1111Memory:
         self._make_room(gpu_room.IDLE_RESERVE)
         return original(*args, **kwargs)
 
-    def _make_room(self, needed: float) -> None:
+    def _make_room(self, needed: float, in_one: bool = False) -> None:
         # the weights that plans read are the model's own, except with --medvram and --lowvram
         givers = (
             *gpu_room.givers(needed, self._report, _WHY),
@@ -125,6 +125,8 @@ class A1111Memory:
             self._attachment.give_memory_back,
         )
         self._guarded(lambda: gpu_room.make_room(needed, givers))
+        if in_one:
+            self._guarded(lambda: gpu_room.free_pieces(needed, self._report, _WHY))
 
     def _guarded(self, action: Callable[[], object]) -> None:
         guarded(self._report, "memory", action)

@@ -38,7 +38,7 @@ class Offload:
     def __init__(self, attachments: Sequence[Attachment], report: Report, vaes: Sequence[Attachment] = ()) -> None:
         self._networks, self._vae_parts, self._report = attachments, vaes, report
         self._attachments = (*vaes, *attachments)
-        self._vaes = VaeMemory(lambda needed: self._guarded(lambda: self._make_room(needed)))
+        self._vaes = VaeMemory(lambda needed, in_one: self._guarded(lambda: self._make_room(needed, in_one)))
         self._moves = WeightMoves(report)
         self._oom_count: int | None = None
         self._release_always = False
@@ -103,9 +103,11 @@ class Offload:
             self._guarded(lambda: self._make_room(gpu_room.load_bytes(model) + gpu_room.IDLE_RESERVE))
         return original(name)
 
-    def _make_room(self, needed: float) -> None:
+    def _make_room(self, needed: float, in_one: bool = False) -> None:
         givers = [*gpu_room.givers(needed, self._report, _WHY), *(a.give_memory_back for a in self._attachments)]
         gpu_room.make_room(needed, givers)
+        if in_one:
+            gpu_room.free_pieces(needed, self._report, _WHY)
 
     def _notice_out_of_memory(self) -> None:
         """After SD.Next ran out of memory, stop keeping weights on the GPU that it has moved off."""

@@ -90,7 +90,7 @@ def test_the_second_image_of_a_size_prepares_and_the_third_is_decoded_by_a_plan(
 
 def test_what_frees_the_cache_of_a_small_card_is_no_patch(on, monkeypatch):
     monkeypatch.setattr(vae_memory.gpu_room, "is_tight", lambda: True)
-    watched = vae_memory.VaeMemory(lambda needed: None)
+    watched = vae_memory.VaeMemory(lambda needed, in_one: None)
     watched.watch([on.vae])
     assert any(vae_memory.free_cached in m._forward_pre_hooks.values() for m in on.vae.decoder.modules())
     assert [on.picture() for _ in range(3)] == ["original", "prepared", "plan"]

@@ -11,6 +11,7 @@ from pretended_card import pretended_card
 from torch import nn
 
 from sfast_ext.hosts import gpu_room, vae_memory
+from sfast_ext.report import Report
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -51,7 +52,7 @@ def test_the_cache_is_given_back_before_the_largest_values(freed: list[int], mad
     vae = made().to("cuda")
     expected = decoded(vae)
     held: list[float] = []
-    watched = vae_memory.VaeMemory(held.append)
+    watched = vae_memory.VaeMemory(lambda needed, in_one: held.append(needed))
     watched.watch([vae])
     steps = vae_memory.largest_steps(vae.decoder)
     # the upsampling to the full size, and the blocks there
@@ -65,7 +66,7 @@ def test_the_cache_is_given_back_before_the_largest_values(freed: list[int], mad
 def test_small_values_and_others_leave_it(freed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vae_memory, "_LARGE", 64 << 20)
     vae = of_diffusers().to("cuda")
-    watched = vae_memory.VaeMemory(lambda needed: None)
+    watched = vae_memory.VaeMemory(lambda needed, in_one: None)
     watched.watch([vae])
     decoded(vae)
     vae_memory.free_cached(vae, ())
@@ -85,7 +86,7 @@ def test_a_large_card_and_another_decoder_get_no_hook_within(freed: list[int], m
     other = of_diffusers().to("cuda")
     for tight, each in ((True, vae), (False, other)):
         monkeypatch.setattr(gpu_room, "is_tight", lambda tight=tight: tight)
-        watched = vae_memory.VaeMemory(lambda needed: None)
+        watched = vae_memory.VaeMemory(lambda needed, in_one: None)
         watched.watch([each])
         assert sum(len(m._forward_pre_hooks) for m in each.modules()) == 2
         watched.release()
@@ -97,3 +98,28 @@ def test_a_cache_that_cannot_be_given_back_now_stays(freed: list[int], monkeypat
 
     monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
     vae_memory.free_cached(nn.Identity(), (torch.randn(4).to("cuda"),))
+
+
+@pytest.mark.parametrize(("free", "banks"), [(99, 1), (100, 0), (5000, 0)])
+def test_pieces_between_banks_are_freed(monkeypatch: pytest.MonkeyPatch, free: int, banks: int) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(gpu_room.host_gpu, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10_000))
+    monkeypatch.setattr(gpu_room.graph_pool, "make_room", lambda report, why: given.append(why))
+    gpu_room.free_pieces(100, Report(), "a VAE")
+    assert len(given) == banks
+
+
+@pytest.mark.parametrize("others", [0.0, 7.0])
+def test_next_to_weights_in_8_bits_room_is_made_in_one(
+    freed: list[int], monkeypatch: pytest.MonkeyPatch, others: float
+) -> None:
+    monkeypatch.setattr(gpu_room, "left_to_others", lambda needed: others)
+    asked: list[tuple[float, bool]] = []
+    vae = of_diffusers().to("cuda")
+    watched = vae_memory.VaeMemory(lambda needed, in_one: asked.append((needed, in_one)))
+    watched.watch([vae])
+    decoded(vae)
+    needed = gpu_room.decoder_bytes((8, 16, 32), torch.zeros(1, 4, 4, 4))
+    assert asked == [(needed + others, others > 0)]
