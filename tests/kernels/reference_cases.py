@@ -125,12 +125,12 @@ def _swiglu(device: torch.device) -> tuple[Any, ...]:
 
 @_of("swiglu8")
 def _swiglu8(device: torch.device) -> tuple[Any, ...]:
-    return *_swiglu(device), 64
+    return *_swiglu(device), 64, randn(9, 64, dtype=HALF, device=device)
 
 
 @_of("gelu8")
 def _gelu8(device: torch.device) -> tuple[Any, ...]:
-    return _swiglu(device)[0], "tanh", 64
+    return _swiglu(device)[0], "tanh", 64, randn(9, 64, dtype=HALF, device=device)
 
 
 def _tokens(device: torch.device) -> list[Tensor]:
