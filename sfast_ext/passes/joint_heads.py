@@ -30,7 +30,9 @@ def joint_heads(cat: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     if len(size) != 4 or dim not in (1, 2) or len(parts) != 2 or None in parts:
         return False
     (x, weight, eps), (second, other, other_eps) = (part.norm.args for part in parts)  # type: ignore[union-attr]
-    if eps != other_eps or not pinned.isdisjoint([x, weight, second, other]) or {dtype(x), dtype(second)} != {dtype(cat)}:
+    if eps != other_eps or not pinned.isdisjoint([x, weight, second, other]):
+        return False
+    if {dtype(x), dtype(second)} != {dtype(cat)}:
         return False
     graph, last = cat.graph, cat
     view = only_user(cat)
@@ -75,4 +77,5 @@ def norm_of(part: Any, cat: fx.Node) -> Norm | None:
 
 def is_rotation(node: Any, x: Any) -> bool:
     """Whether a value is the rotation of x, without a norm."""
-    return is_op(node, (kernel.launch,)) and node.args[:3] == (x, None, None) and len(node.args) == 6 and not node.kwargs
+    plain = is_op(node, (kernel.launch,)) and len(node.args) == 6 and not node.kwargs
+    return plain and node.args[:3] == (x, None, None)

@@ -1,8 +1,8 @@
 """Rotary embedding by operators of comfy_kitchen, as ComfyUI and Forge Neo call them.
 
 An operator takes queries and keys (batch, heads, tokens, columns), or tokens before heads, and a table of 2x2 matrices
-(batch, 1, tokens, columns / 2, 2, 2), in the order of x. It multiplies each pair of columns by a matrix, in the dtype of
-the table, and rounds once.
+(batch, 1, tokens, columns / 2, 2, 2), in the same order. It multiplies each pair of columns by a matrix, in the dtype
+of the table, and rounds once.
 """
 
 from __future__ import annotations
@@ -60,15 +60,11 @@ def rotary_operators(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> b
     users = [node] if single else list(node.users)
     if not single and any(not is_op(user, (operator.getitem,)) or user in pinned for user in users):
         return False
-    if any(place_of_tokens(x, table) is None for x in tensors):
+    found = [(user, tensors[0] if single else tensors[user.args[1]]) for user in users]  # type: ignore[index]
+    if any(place_of_tokens(x, table) is None for x in tensors) or not all(same_meta(*each) for each in found):
         return False
     graph = node.graph
-    for user in users:
-        x: Any = tensors[0] if single else tensors[user.args[1]]  # type: ignore[index]
-        if not same_meta(x, user):
-            return False
-    for user in users:
-        x = tensors[0] if single else tensors[user.args[1]]  # type: ignore[index]
+    for user, x in found:
         heads_first = place_of_tokens(x, table) == 2
         with graph.inserting_before(node):
             operands = [transposed(graph, t) if heads_first else t for t in (x, table)]  # type: ignore[arg-type]
