@@ -97,14 +97,30 @@ def test_parts_of_packed_products_in_float16(batch: int) -> None:
     assert traced.error() < 1e-2
 
 
-def test_operators_of_a_library() -> None:
-    def body(text: Tensor, image: Tensor, matrices: Tensor) -> Any:
-        joint = torch.cat([text.transpose(1, 2), image.transpose(1, 2)], 2)
-        return operators().apply_rope(joint, joint, matrices)[0]
+class Forge(nn.Module):
+    """Queries, keys and values of a block of Flux in Forge Neo."""
 
-    traced = Traced(Streams(body), TEXT, IMAGE, table(1, 1, 17, columns=16))
-    assert traced.rewrite(*ALL) == 1 and not traced.find("cat")
-    assert traced.launches(kernel)[0].args[5] == "matrices" and traced.error() < 1e-2
+    def __init__(self, operator: str) -> None:
+        super().__init__()
+        self.norms = nn.ParameterList(nn.Parameter(randn(16).to(HALF)) for _ in range(4))
+        self.operator = operator
+
+    def forward(self, text: Tensor, image: Tensor, matrices: Tensor) -> Any:
+        heads = []
+        for packed, norms in ((text, self.norms[:2]), (image, self.norms[2:])):
+            q, k, v = packed.sin().view(*packed.shape[:2], 3, 3, -1).permute(2, 0, 3, 1, 4)
+            heads.append([*(torch_rms_norm(x, w, 1e-6).to(v) for x, w in zip((q, k), norms)), v])
+        q, k, v = (torch.cat(parts, dim=2) for parts in zip(*heads))
+        return *getattr(operators(), self.operator)(q, k, matrices), v
+
+
+@pytest.mark.parametrize("operator", ["apply_rope", "apply_rope_split_half"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_block_of_forge_neo(operator: str, batch: int) -> None:
+    given = [randn(batch, count, 3 * 3 * 16).to(HALF) for count in (5, 12)]
+    traced = Traced(Forge(operator), *given, table(1, 1, 17, columns=16))
+    assert traced.rewrite(*ALL) == 2 and len(traced.find("cat")) == 1
+    assert {launch.args[5][:8] for launch in traced.launches(kernel)} == {"matrices"} and traced.error() < 1e-2
 
 
 def several(text: Tensor, image: Tensor, *angles: Tensor) -> Any:
