@@ -17,8 +17,8 @@ from torch import fx
 from sfast_ext.kernels.pointwise import norm_rotary as kernel
 
 from .fusion import fusion
-from .norm_rotary import MAX_COLUMNS, transposed
-from .rewrite import KERNEL_DTYPES, call, dtype, is_op, replace, same_meta, shape, value
+from .norm_rotary import MAX_COLUMNS, behind, transposed
+from .rewrite import KERNEL_DTYPES, aten, call, dtype, is_op, replace, same_meta, shape, value
 
 if TYPE_CHECKING:
     from .context import PassContext
@@ -64,6 +64,8 @@ def rotary_operators(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> b
     if any(place_of_tokens(x, table) is None for x in tensors) or not all(same_meta(*each) for each in found):
         return False
     graph = node.graph
+    if dtype(table) != torch.float32:
+        table = behind(table, aten.to.dtype, (torch.float32,), shape(table) or (), torch.float32)
     for user, x in found:
         heads_first = place_of_tokens(x, table) == 2
         with graph.inserting_before(node):
@@ -81,8 +83,9 @@ def place_of_tokens(x: Any, table: Any) -> int | None:
     size, matrices = shape(x) or (), shape(table) or ()
     if len(size) != 4 or len(matrices) != 6 or size[3] > MAX_COLUMNS or dtype(x) not in KERNEL_DTYPES:
         return None
-    # what is rotated in the dtype of another table is rounded otherwise
-    if dtype(table) != torch.float32 or value(table).device != value(x).device:  # type: ignore[union-attr]
+    # in float32, or in x's dtype, which is rounded more often than by the kernel; others have other ranges
+    kinds = (torch.float32, dtype(x))
+    if dtype(table) not in kinds or value(table).device != value(x).device:  # type: ignore[union-attr]
         return None
     if matrices[0] not in (1, size[0]) or (*matrices[3:],) != (size[3] // 2, 2, 2) or size[3] % 2:
         return None

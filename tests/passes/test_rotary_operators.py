@@ -95,8 +95,25 @@ def written_between(q: Tensor, k: Tensor, m: Tensor) -> Any:
     return y, q.add_(1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_table_in_half_precision_as_lumina_has_it_in_forge_neo(dtype: torch.dtype) -> None:
+    def forward(q: Tensor, k: Tensor, m: Tensor) -> list[Tensor]:
+        return [*op("apply_rope")(q, k, m), *op("apply_rope")(q.sin(), k.sin(), m)]
+
+    given = Q.to(dtype), K.to(dtype), TABLE.to(dtype)
+    traced = Traced(forward, *given)
+    assert traced.rewrite(cleanup, rotary_operators) == 2 and len(traced.find("to")) == 1  # cast once for both
+    assert traced.error() < 1e-2
+    wanted = forward(*(t.double() for t in given))
+    for ours, eager, exact in zip(traced.outputs(), traced.expected, wanted, strict=True):
+        assert (ours.double() - exact).norm() <= (eager.double() - exact).norm()
+
+
 STAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "a table in half precision": (lambda q, k, m: op("apply_rope")(q, k, m), (Q, K, TABLE.half())),
+    "a table in another half precision": (lambda q, k, m: op("apply_rope")(q, k, m), (Q, K, TABLE.half())),
+    "float32 by a table in half precision": (
+        lambda q, k, m: op("apply_rope")(q, k, m), (Q.float(), K.float(), TABLE.half()),
+    ),
     "a table in float64": (lambda q, k, m: op("apply_rope")(q, k, m), (Q, K, TABLE.double())),
     "matrices of each head": (lambda q, k, m: op("apply_rope")(q, k, m), (Q, K, table(1, 7, 3, columns=16))),
     "matrices for both": (lambda q, k, m: op("apply_rope_split_half")(q, k, m), (Q, K, table(1, 1, 1, columns=16))),
