@@ -170,7 +170,8 @@ def test_operators_without_epsilon(dtype: torch.dtype, monkeypatch: pytest.Monke
 def test_another_default_is_not_taken_for_one_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for dtype in (torch.bfloat16, torch.float16):
-        for known in (torch.finfo(dtype).eps, torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps, 1e-5, 1e-6):
+        kinds = (dtype, torch.float32, torch.float64)
+        for known in (*(torch.finfo(kind).eps for kind in kinds), 1e-5, 1e-6):
             rms_norm_file.default_epsilon.cache_clear()
             pretended = lambda x, size, weight, eps=known: torch.ops.aten.rms_norm(x, size, weight, eps)
             monkeypatch.setattr(rms_norm_file, "RMS_NORM", frozenset({pretended}))
