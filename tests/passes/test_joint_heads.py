@@ -161,6 +161,21 @@ def test_the_joint_heads_are_read_twice() -> None:
     assert traced.error() < 1e-2
 
 
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_rotation_of_heads_is_none_of_tokens(heads_first: bool) -> None:
+    """Heads are joined, which have angles of their tokens."""
+
+    def body(one: Tensor, two: Tensor, *angles: Tensor) -> Tensor:
+        if heads_first:
+            return torch_rotary(torch.cat([one, two], 1), *(t.transpose(1, 2) for t in angles), "halves")
+        return torch_rotary(torch.cat([one, two], 2), *angles, "halves")
+
+    shape = (2, 5, 7, 16) if heads_first else (2, 7, 5, 16)
+    traced = Traced(Streams(body), *(randn(*shape).to(HALF) for _ in range(2)), *(angle[:, :7] for angle in ANGLES))
+    assert traced.rewrite(*ALL) == 1 and [len(node.args) for node in traced.launches(kernel)] == [8, 6]
+    assert traced.error() < 1e-2
+
+
 def test_norms_of_two_epsilons_stay() -> None:
     module = Streams(JOINED["text and image"])
     module.eps = 1e-5
