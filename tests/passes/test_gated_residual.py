@@ -184,11 +184,11 @@ FUSED: dict[str, dict[str, int]] = {
     "Lumina 2, of the prompt": {"rotary": 2, "norm_rotary": 2, "gated_residual": 2, "gated_norm": 1, "swiglu": 1},
     "Cosmos": {"rotary": 2, "norm_rotary": 4, "gated_residual": 3, "modulated_norm": 3, "gated_norm": 2},
     "Flux": {
-        "rotary": 2, "norm_rotary": 4, "joint_heads": 2, "gated_residual": 4, "modulated_norm": 4, "gated_norm": 2,
+        "rotary": 2, "norm_rotary": 4, "joint_heads": 3, "gated_residual": 4, "modulated_norm": 4, "gated_norm": 2,
     },
     "Flux, single": {"rotary": 2, "norm_rotary": 2, "gated_residual": 1, "modulated_norm": 1},
     "Chroma": {
-        "rotary": 2, "norm_rotary": 4, "joint_heads": 2, "gated_residual": 4, "modulated_norm": 4, "gated_norm": 2,
+        "rotary": 2, "norm_rotary": 4, "joint_heads": 3, "gated_residual": 4, "modulated_norm": 4, "gated_norm": 2,
     },
     "Chroma, single": {"rotary": 2, "norm_rotary": 2, "gated_residual": 1, "modulated_norm": 1},
 }  # fmt: skip
