@@ -14,6 +14,7 @@ _SWIGLU = ("passes/test_swiglu.py::test_others_stay",)
 _LEFT_ALONE = ("passes/test_eight_bits_transformers.py::test_others_stay_in_half_precision",)
 _JOINT = ("passes/test_joint_heads.py::test_others_stay",)
 _OPERATORS = ("passes/test_rotary_operators.py::test_others_stay",)
+_PARTS = ("passes/test_cleanup.py::test_other_parts_are_joined",)
 _JOINED = ("passes/test_eight_bits_transformers.py::test_what_others_read_is_written_in_half_precision",)
 
 MUTATIONS = [
@@ -67,6 +68,19 @@ MUTATIONS = [
         "tables that are more exact than the kernel", "passes/norm_rotary.py",
         "kind == torch.complex128 and dtype(x) in HALF", "kind == torch.complex128",
         (_ROTARY + "test_a_table_in_float64_as_lumina_has_it",),
+    ),
+    Mutation(
+        "parts in another order", "passes/cleanup.py",
+        "or not same or start != at or length is None:", "or not same or length is None:", _PARTS,
+    ),
+    Mutation(
+        "parts of another value", "passes/cleanup.py",
+        "if part.args[0] is not source or not same", "if not same", _PARTS,
+    ),
+    Mutation(
+        "parts of what a forward is given", "passes/cleanup.py",
+        'computed = isinstance(source, fx.Node) and source.op == "call_function"', "computed = True",
+        ("passes/test_cleanup.py::test_parts_are_joined_if_something_writes_to_them_or_they_are_returned",),
     ),
     Mutation(
         "a factor of addcmul", "passes/modulated_norm.py",
