@@ -102,7 +102,7 @@ def _conv2d8(device: torch.device) -> tuple[Any, ...]:
     x = torch.randint(-127, 128, (2, 64, 5, 4), dtype=torch.int8, device=device)
     weight = torch.randint(-127, 128, (40, 9 * 64), dtype=torch.int8, device=device)
     x_scale, weight_scale = (torch.rand(2, count, device=device) * 1e-3 + 1e-4 for count in (2, 40))
-    x_scale[1] = torch.tensor([-127.0, 5.0])
+    x_scale[1] = torch.tensor([-127.0, -5.0])
     weight_scale = torch.cat([weight_scale[:1], quantise_weights.sums_of_codes(weight)])
     x = x.contiguous(memory_format=torch.channels_last)
     return x, x_scale, weight, weight_scale, *_vectors(device, 1, 40), _image(device, 2, 40, 5, 4)
