@@ -146,6 +146,8 @@ def settle(context: ModuleContext, plan: Plan) -> None:
         context.arena.fetch()
         context.arena.banks.fits = context.hooks.system_memory
         fill(context, plan)
+        # also of what was read meanwhile
+        fill(context, plan, context.arena.resident.due())
 
 
 def clear_way(context: ModuleContext) -> None:

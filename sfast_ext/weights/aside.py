@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,17 @@ def state_of(value: torch.Tensor) -> tuple[Any, ...]:
         # an inference tensor has none: its digest alone tells
         version = -1
     return id(value), type(value), value.data_ptr(), version, value.stride(), value.shape, value.dtype
+
+
+def differing(asides: Iterable[Aside], digests: Callable[[], Iterable[torch.Tensor]]) -> set[int]:
+    """Those whose digests now are not those of before, by id. They are due until they are quantised."""
+    found = set()
+    for aside, now in zip(asides, digests()):
+        was = aside.digest
+        if was is None or now.shape != was.shape or not torch.equal(now, was):
+            aside.seen = None
+            found.add(id(aside))
+    return found
 
 
 def in_system_memory(asides: Iterable[Aside]) -> list[torch.Tensor]:

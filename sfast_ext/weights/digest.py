@@ -9,7 +9,7 @@ permuted. A tensor of less than two rows is its own digest.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -54,10 +54,17 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def digests_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The digests of tensors in system memory, by several threads if they are large."""
+    return reading(tensors)()
+
+
+def reading(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """`digests_of`, which threads begin now. What is returned waits for them."""
     threads = min(_MAX_THREADS, torch.get_num_threads())
     if threads < 2 or sum(tensor.nbytes for tensor in tensors) < _ALONE_BYTES:
-        return list(map(_by_numpy, tensors))
-    return list(_pool(threads).map(_by_numpy, tensors))
+        found = list(map(_by_numpy, tensors))
+        return lambda: found
+    digests = _pool(threads).map(_by_numpy, tensors)
+    return lambda: list(digests)
 
 
 @functools.lru_cache(maxsize=1)

@@ -7,16 +7,15 @@ module's parameters are the truth, as they are for live tensors, and the host ch
 Before a plan with such banks runs, `due` asks for each of these parameters whether it is the same object, in the same
 memory, with the same version. What changed is quantised again. A write that torch does not count (through `.data` or
 NumPy) is found by a digest: of all of them with the first call of a generation, and of `AUDITED_BYTES` with each other
-call, so that each is read within some calls. Before the original forward runs, `bring_back` moves the parameters to the
-GPU.
+call, so each is read within some calls. Before the original forward runs, `bring_back` moves parameters to the GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.weights import host_copies
-from sfast_ext.weights.aside import Aside, hidden, in_system_memory, state_of
+from sfast_ext.weights.aside import Aside, differing, hidden, in_system_memory, state_of
 from sfast_ext.weights.banks import Bank, batches
-from sfast_ext.weights.digest import digest_of, digests_of
+from sfast_ext.weights.digest import digest_of, reading
 from sfast_ext.weights.original_layout import live_tensor, set_data
 from sfast_ext.weights.staging import Staging, to_system_memory
 from sfast_ext.weights.streamed import Streamed
@@ -53,6 +52,7 @@ class Resident:
         self._copies, self._turn, self._thread = host_copies.HostCopies(), 0, threading.local()
         self.device: torch.device | None = None
         """That of the banks."""
+        self._reading: Callable[[], set[int]] | None = None
         self.audit_all = False
         """Whether the next `sync` computes the digests of all."""
 
@@ -128,7 +128,7 @@ class Resident:
 
         Args:
             restore: called with the banks whose values are in system memory, without those that are known to have
-                changed. Meanwhile weights are read.
+                changed. What is found by reading weights meanwhile is told by the next call, see `reads`.
 
         Raises:
             WeightsChanged: a parameter is none that banks can be made of.
@@ -141,18 +141,23 @@ class Resident:
         def is_due(bank: Bank) -> bool:
             return not bank.known or bool(changed) and any(id(aside) in changed for aside, _ in bank.sources)
 
-        # what is quantised in any case need not be read before
-        read = {id(aside) for bank in banks if bank.known for aside, _ in bank.sources} - changed
-        audited = [used[key] for key in used if key in read]
-        if restore is None:
-            changed |= {id(aside) for aside in self._audited(audited)}
-        else:
-            back = [bank for bank in banks if not bank.ready and not is_due(bank)]
-            with ThreadPoolExecutor(1, thread_name_prefix="sfast: digests") as side:
-                found = side.submit(lambda: list(self._audited(audited)))
-                restore(back)
-                changed |= set(map(id, found.result()))
+        before, self._reading = self._reading, None
+        changed |= before() if before is not None else set()
+        if before is None or restore is not None:
+            # what is quantised in any case need not be read before
+            read = {id(aside) for bank in banks if bank.known for aside, _ in bank.sources} - changed
+            told = self._audited([used[key] for key in used if key in read])
+            if restore is None:
+                changed |= told()
+            else:
+                self._reading = told
+                restore([bank for bank in banks if not bank.ready and not is_due(bank)])
         return [bank for bank in banks if is_due(bank)]
+
+    @property
+    def reads(self) -> bool:
+        """Whether weights are read for changes meanwhile, of which the next `due` tells."""
+        return self._reading is not None
 
     def fill(self, banks: Sequence[Bank], quantise: Quantise) -> None:
         """Quantise the parameters of banks, and set aside those that are on the GPU.
@@ -226,8 +231,8 @@ class Resident:
             # a host that asks the driver how much is free is told of it
             torch.cuda.empty_cache()
 
-    def _audited(self, asides: list[Aside]) -> Iterator[Aside]:
-        """Those, among all or the next ones in turn, whose values differ from their digest: due until quantised."""
+    def _audited(self, asides: list[Aside]) -> Callable[[], set[int]]:
+        """Read all of these, or the next ones in turn. What is returned gives `differing`."""
         asides = [aside for aside in asides if aside.digest is not None]
         count, left = len(asides), sum(a.bytes for a in asides) if self.audit_all else AUDITED_BYTES
         self.audit_all, chosen = False, list[Aside]()
@@ -236,12 +241,8 @@ class Resident:
             chosen.append(asides[self._turn])
             left -= chosen[-1].bytes
         with torch.inference_mode(False), torch.no_grad():
-            found = digests_of([live_tensor(aside.checked()) for aside in chosen])
-        for aside, now in zip(chosen, found):
-            was = aside.digest
-            if was is None or now.shape != was.shape or not torch.equal(now, was):
-                aside.seen = None
-                yield aside
+            digests = reading([live_tensor(aside.checked()) for aside in chosen])
+        return functools.partial(differing, chosen, digests)
 
     def bring_back(self) -> int:
         """Move the parameters to the GPU. Returns how many.
@@ -390,7 +391,7 @@ class Resident:
 
     def forget(self) -> None:
         """No plan has such banks any more, and the parameters are the host's to move."""
-        self._asides = {}
+        self._asides, self._reading = {}, None
         self._copies.drop()
 
     @property

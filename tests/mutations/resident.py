@@ -18,12 +18,12 @@ MUTATIONS = [
     ),
     Mutation(
         "writes that torch does not count", "weights/resident.py",
-        "changed |= {id(aside) for aside in self._audited(", "changed |= {id(aside) for aside in () and self._audited(",
+        "changed |= told()", "told()",
         (_CHANGES,),
     ),
     Mutation(
-        "a change that a digest found and no call quantised", "weights/resident.py",
-        "aside.seen = None\n yield aside", "yield aside",
+        "a change that a digest found and no call quantised", "weights/aside.py",
+        "aside.seen = None\n found.add(id(aside))", "found.add(id(aside))",
         (_TESTS + "test_what_a_digest_found_is_due_until_it_is_quantised",),
     ),
     Mutation(
@@ -44,7 +44,12 @@ MUTATIONS = [
     ),
     Mutation(
         "writes that torch does not count, while values come back", "weights/resident.py",
-        "changed |= set(map(id, found.result()))", "found.result()",
+        "changed |= before() if before is not None else set()", "pass",
+        (_COPIES + "test_a_write_that_nothing_counts_is_read_while_values_come_back",),
+    ),
+    Mutation(
+        "a result whose weights were read meanwhile", "runtime/plan_finder.py",
+        "confirmed = not self._reads(plan)", "pass",
         (_COPIES + "test_a_write_that_nothing_counts_is_read_while_values_come_back",),
     ),
     Mutation(
