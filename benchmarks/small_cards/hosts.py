@@ -184,7 +184,10 @@ class A1111(Host):
     def end(self) -> None:
         if self._lowvram is not None:
             self._lowvram.send_everything_to_cpu()
-        super().end()
+        # its `torch_gc`, which leaves Python's garbage to Python
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.ipc_collect()
         self._host.shared.state.end()
 
     def session(self) -> Any:

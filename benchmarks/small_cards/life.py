@@ -57,10 +57,13 @@ class Watch:
         for part, name in (("the prompt", "prompt_s"), ("the VAE", "vae_s")):
             if part in self._seconds:
                 row[name] = round(self._seconds[part], 4)
+        row["parts_s"] = {part or "before": round(seconds, 4) for part, seconds in self._seconds.items()}
         if self._gpu:
             row["peaks_mb"] = {part or "before": peaks for part, peaks in self._peaks.items()}
-        times = sorted(map(self._between, self._marks, self._marks[1:]))
+        times = list(map(self._between, self._marks, self._marks[1:]))
         if times:
+            row["first_step_ms"] = round(times[0], 3)
+            times.sort()
             row["step_ms"] = round(times[len(times) // 2], 3)
             row["slowest_step_ms"] = round(times[-1], 3)
         return row

@@ -5,8 +5,8 @@
 
 All cases start at once, each in a process, and make their images one after another, in the order in which they are
 ready. So no other has the GPU at that time, and the first ones load while one makes its first image. A case is printed
-as soon as it is done. Of each: a step and an image, the first image, the peaks of reserved and of allocated memory, and
-what the UNet's weights have of the GPU; then what is asked of them.
+as soon as it is done. Of each: a step and an image, the first image, the parts of the last one, the peaks of reserved
+and of allocated memory, and what the UNet's weights have of the GPU; then what is asked of them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.small_cards import table
 from benchmarks.small_cards.run import ROOT, Case, errors, one
 from sfast_ext.eight_bits import SDXL_BYTES
 
-PICTURES, SECONDS = 2, 100.0
+PICTURES, SECONDS = 3, 100.0
 HALF_MB = SDXL_BYTES / 2**20
 """Of SDXL's UNet in half precision."""
 
@@ -138,11 +137,12 @@ def last(row: dict[str, Any] | None, key: str) -> float | None:
 def words(row: dict[str, Any]) -> str:
     """What came of a way, in a line or two."""
     pictures = row["pictures"]
-    first = pictures[0] if pictures else {}
-    said = f"{row['way']}: a step {table.mean(row, 'step_ms')} ms, an image {table.mean(row, 'seconds')} s"
-    said += f", the first {first.get('seconds')} s, reserved {[p.get('reserved_mb') for p in pictures]} MB"
-    said += f", the UNet {[p.get('unet_mb') for p in pictures]} MB, parts {first.get('prompt_s')}"
-    said += f" {[p.get('vae_s') for p in pictures]} s, peaks {[p.get('peaks_mb') for p in pictures]}"
+    last_one = pictures[-1] if pictures else {}
+    said = f"{row['way']}: steps of {[p.get('step_ms') for p in pictures]} ms"
+    said += f", the first ones {[p.get('first_step_ms') for p in pictures]}"
+    said += f", images of {[p.get('seconds') for p in pictures]} s, reserved {[p.get('reserved_mb') for p in pictures]}"
+    said += f" MB, the UNet {[p.get('unet_mb') for p in pictures]} MB, of the last one {last_one.get('parts_s')} s"
+    said += f", peaks {last_one.get('peaks_mb')}"
     counted = pictures[-1].get("counted") if pictures else None
     rest = {key: row.get(key) for key in ("failed", "out_of_memory", "message", "reasons", "last_error", "events")}
     failed = [p.get("out_of_memory") or p.get("failed") for p in pictures]

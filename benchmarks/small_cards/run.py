@@ -84,13 +84,13 @@ def one(
     steps: int,
     file: Path,
     eight_bits: bool = False,
-    pictures: int = 5,
+    pictures: int | None = None,
     turn: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> None:
     """Live a case in this process, and write what came of it, also where it fails.
 
     Args:
-        pictures: only so many.
+        pictures: only so many, all of the first size.
         turn: within it the pictures are made.
     """
     row: dict[str, Any] = {"pictures": []}
@@ -121,7 +121,8 @@ def one(
             stack.callback(host.close)
             row["ready_s"] = round(time.perf_counter() - began, 2)
             with turn():
-                life.live(host, sizes(case.model)[:pictures], steps, keep)
+                made = sizes(case.model)
+                life.live(host, made if pictures is None else made[:1] * pictures, steps, keep)
             row |= life.told(host)
     except ImportError as exc:
         row["missing"] = f"{type(exc).__name__}: {exc}"

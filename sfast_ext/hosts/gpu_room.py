@@ -11,6 +11,7 @@ from torch import nn
 
 from sfast_ext import host_gpu
 from sfast_ext.plans import graph_pool
+from sfast_ext.report import Report
 
 DECODING_RESERVE = 6 << 30
 """Bytes that decoding and text encoders may need in addition to a UNet, if the host does not say what it runs next."""
@@ -64,11 +65,26 @@ def make_room(needed: float, givers: Iterable[Callable[[], object]]) -> bool:
     return free_bytes() >= needed
 
 
+def givers(needed: float, report: Report, why: str) -> list[Callable[[], object]]:
+    """What frees memory of plans, for `make_room`: CUDA graphs first, then of banks what is missing."""
+    return [
+        lambda: graph_pool.make_room(report, why, banks=0),
+        lambda: graph_pool.make_room(report, why, banks=needed - free_bytes()),
+    ]
+
+
+def free_pieces(needed: float, report: Report, why: str) -> None:
+    """Free all banks if so many bytes are free, but in pieces between them, which hold no values of a VAE."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info(host_gpu.device())[0] < needed:
+        graph_pool.make_room(report, why)
+
+
 def left_to_others(needed: float) -> float:
     """Bytes to leave free in addition while a VAE runs that needs so many: on a small card, next to weights in 8 bits
     that come back from system memory, what a desktop and other programs may have. A driver that has no memory left for
     them moves what torch holds to system memory, without an error."""
-    tight = needed >= _LARGE and _is_tight()
+    tight = needed >= _LARGE and is_tight()
     resident = tight and any(banks.resident() for banks in graph_pool.pool_of(host_gpu.device()).spare)
     return OTHERS_RESERVE if resident else 0.0
 
@@ -76,7 +92,7 @@ def left_to_others(needed: float) -> float:
 def hold_one_block(needed: float) -> None:
     """On a small card, have the allocator hold one block for what comes next, and nothing else that is free. Blocks of
     all the sizes of a VAE's values, into which others do not fit, take nearly twice the memory."""
-    if needed >= _LARGE and _is_tight():
+    if needed >= _LARGE and is_tight():
         torch.cuda.empty_cache()
         for factor in (GAPS, 1.0):
             with contextlib.suppress(torch.cuda.OutOfMemoryError):
@@ -84,7 +100,8 @@ def hold_one_block(needed: float) -> None:
                 break
 
 
-def _is_tight() -> bool:
+def is_tight() -> bool:
+    """Whether the card is small."""
     return torch.cuda.is_available() and torch.cuda.get_device_properties(host_gpu.device()).total_memory < TIGHT
 
 

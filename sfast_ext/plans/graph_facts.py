@@ -287,7 +287,7 @@ class Recapture:
     """When the CUDA graph of a plan is captured again after it was evicted; times in milliseconds.
 
     On a small card the memory of graphs goes with each image, to the VAE or to the model that comes next. To capture
-    takes two runs of the CPU, a synchronisation, and the allocator's cache. Without a graph a run takes the CPU longer
+    takes a run of the CPU, a synchronisation, and the allocator's cache. Without a graph a run takes the CPU longer
     (`recorded_run`), which a slow GPU hides. A graph is captured at once if a stay as long as the last ones gives that
     back; a stay is the runs of the plan from one eviction to the next. Otherwise the plan runs without one until that
     has cost what a capture costs.

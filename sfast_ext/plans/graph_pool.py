@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import threading
 import time
 import weakref
@@ -38,12 +39,12 @@ class CapturedGraph:
     """A CUDA graph and the static tensors that it writes.
 
     `size` is the growth of the pool in bytes, `share` the graph's weight in `max_graphs`, `ms` the time of the capture
-    without what waits for the GPU and frees memory before it.
+    without what waits for the GPU and frees memory before it, `launch_ms` that of its launches.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor], size: int) -> None:
         self.graph, self.outputs, self.size = graph, outputs, size
-        self.share, self.ms = 1.0, 0.0
+        self.share, self.ms, self.launch_ms = 1.0, 0.0, 0.0
 
     def free(self) -> None:
         """Destroy the graph and let go of its outputs.
@@ -172,14 +173,14 @@ class GraphPool:
             self._current = raw, torch.cuda.current_stream(self.device)
         return self._current[1]
 
-    def make_room(self, report: Report, why: str = "the GPU is out of memory", banks: bool = True) -> None:
-        """Free all memory, or that of graphs alone. Graphs are captured again at their next use, and banks are filled
-        again."""
+    def make_room(self, report: Report, why: str = "the GPU is out of memory", banks: float = math.inf) -> None:
+        """Free the memory of graphs, and so many bytes of banks. Graphs are captured again at their next use, and banks
+        are filled again."""
         with self.lock:
             if self._entries:
                 self._evict_all(report, why)
-            for each in list(self.spare) if banks else ():
-                each.vacate()
+            for each in list(self.spare):
+                banks -= each.vacate(banks) if banks > 0 else 0
             torch.cuda.empty_cache()
 
     def drop(self, captured: CapturedGraph) -> None:
@@ -212,7 +213,9 @@ class GraphPool:
                 try:
                     if not self._entries:
                         self._reserve_arena(expected)
+                    launching = time.perf_counter()
                     outputs = run()
+                    launched = time.perf_counter()
                 finally:
                     graph.capture_end()
                     ended = True
@@ -233,7 +236,7 @@ class GraphPool:
         grown = max(0, torch.cuda.memory_reserved(self.device) - before)
         self._reserved += grown
         captured = CapturedGraph(graph, outputs, grown)
-        captured.ms = 1000 * (time.perf_counter() - began)
+        captured.ms, captured.launch_ms = 1000 * (time.perf_counter() - began), 1000 * (launched - launching)
         return captured
 
     def _reserve_arena(self, expected: int) -> None:
@@ -313,8 +316,8 @@ def held() -> int:
         return sum(pool.size for pool in _pools.values())
 
 
-def make_room(report: Report, why: str, banks: bool = True) -> None:
-    """Free the memory of all graphs and, unless asked not to, of all banks; see `GraphPool.make_room`."""
+def make_room(report: Report, why: str, banks: float = math.inf) -> None:
+    """Free the memory of all graphs, and so many bytes of banks on each device; see `GraphPool.make_room`."""
     with _pools_lock:
         pools = list(_pools.values())
     for pool in pools:

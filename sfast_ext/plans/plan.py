@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,6 +102,8 @@ class Plan:
         self._triton = triton
         self._function = self._interpreter = self._served(Interpreter(graph_module))
         """What runs the graph: the interpreter, or a recorded run."""
+        self._warm = threading.local()
+        """Whether the capture needs no run before it in this thread: libraries have handles and choices for each."""
         self._recorded: bool | None = None
         """Whether launches are repeated; None if that was not decided yet."""
         self._eager_runs = 0
@@ -215,46 +218,51 @@ class Plan:
         max_graphs: int,
         budget_mb: int,
         share: float = 1.0,
-    ) -> list[torch.Tensor] | None:
-        """Capture the CUDA graph. Returns None, with the reason in `no_graph_reason`, if that fails.
+    ) -> bool:
+        """Capture the CUDA graph. Returns whether that was done; else the reason is in `no_graph_reason`.
 
         Args:
             share: its weight in `max_graphs`, less than one for a part of a model.
-
-        Returns:
-            The flat outputs of the run before the capture, as new tensors.
         """
         pool = self.pool
         assert pool is not None
-        inference = torch.is_inference_mode_enabled()
         with pool.lock, torch.inference_mode(False), torch.no_grad():
             if not self._inputs:
                 self._set_static_inputs([as_tensor(leaf, self.device).clone() for leaf in leaves])
                 self._copy_tables()
             else:
                 self._copy_inputs(leaves)
-            try:
-                outputs = self._warm_up(pool, inference)
-                self.graph = pool.capture(
-                    self._run_captured,
-                    self._on_evict,
-                    report,
-                    max_graphs=max_graphs,
-                    budget_mb=budget_mb,
-                    share=share,
-                    expected=self._peak_bytes,
-                )
-            except (NoGraph, torch.cuda.OutOfMemoryError) as exc:
-                self.no_graph_reason = str(exc)
-                report.event("graph pool", f"a plan runs without a CUDA graph: {exc}")
-                self._set_static_inputs([])
-                return None
+            while self.graph is None:
+                warm = getattr(self._warm, "done", False)
+                try:
+                    if not warm:
+                        self._warm_up(pool)
+                    self.graph = pool.capture(
+                        self._run_captured,
+                        self._on_evict,
+                        report,
+                        max_graphs=max_graphs,
+                        budget_mb=budget_mb,
+                        share=share,
+                        expected=self._peak_bytes,
+                    )
+                except (NoGraph, torch.cuda.OutOfMemoryError) as exc:
+                    self._warm.done = False
+                    if not warm:
+                        self.no_graph_reason = str(exc)
+                        report.event("graph pool", f"a plan runs without a CUDA graph: {exc}")
+                        self._set_static_inputs([])
+                        return False
+            self._warm.done = True
             if CAN_UPDATE_GRAPH:
                 self._copies.join(*self.graph.handles())
             self.recapture.captured(self.graph.ms)
+            if self.was_captured and self._recorded is None:
+                # before the first capture kernels are compiled
+                self.recapture.without_ms = self.graph.launch_ms
             report.count("graph_captures")
             self.state, self.was_captured = REPLAYING, True
-            return outputs
+            return True
 
     def drop_graph(self) -> None:
         """Free the CUDA graph and the static inputs."""
@@ -323,22 +331,13 @@ class Plan:
         with pdl_capture(unwritten):
             return self._run_static()
 
-    def _warm_up(self, pool: GraphPool, inference: bool) -> list[torch.Tensor]:
-        # before the capture: kernels compile, libraries choose algorithms and allocate workspaces
+    def _warm_up(self, pool: GraphPool) -> None:
+        # before the first capture: kernels compile, libraries choose algorithms and allocate workspaces
         side, current = pool.side_stream(), torch.cuda.current_stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            began = time.perf_counter()
-            outputs = self._run_static()
-            if self.was_captured and self._recorded is None:
-                # before the first capture kernels are compiled
-                self.recapture.without_ms = 1000 * (time.perf_counter() - began)
+            self._run_static()
         current.wait_stream(side)
-        with torch.inference_mode(inference), torch.no_grad():
-            handed = self._copy_outputs(outputs)
-        # what they were copied from is memory of that stream
-        side.wait_stream(current)
-        return handed
 
     def _set_static_inputs(self, inputs: list[torch.Tensor]) -> None:
         """Set the tensors that the CUDA graph reads. Empty without a graph."""

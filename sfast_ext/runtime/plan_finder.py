@@ -195,6 +195,8 @@ class PlanFinder:
             # one value of an input tells little of how the forward uses it
             plan.built_for, plan.compare_again = None, True
         compared = plan is not None and self._is_compared(plan)
+        # those that come back from system memory are read for changes while the plan runs
+        later = speculate and not compared
         # weights often change between generations
         speculate = speculate and plan is not None and not compared and not due and self._may_speculate(plan)
         if not speculate and not settled(call.pending):
@@ -223,10 +225,12 @@ class PlanFinder:
             self._wait_for_rest(call.signature, key)
         elif plan.edits and not distinct(args, kwargs):
             raise NotOurs(reasons.SAME_LIST())
+        confirmed = not speculate
         if not speculate:
-            self._sync(plan)
-        state = state_of(plan, key_confirmed, not speculate)
-        return Lookup(call, key, plan, key_confirmed, not speculate, compared, state)
+            self._sync(plan, later)
+            confirmed = not self._reads(plan)
+        state = state_of(plan, key_confirmed, confirmed)
+        return Lookup(call, key, plan, key_confirmed, confirmed, compared, state)
 
     def _gets_no_plan(self, call: Call) -> bool:
         """Whether a call of this kind has no plan and gets none, whatever the model and the host are like."""
@@ -321,9 +325,15 @@ class PlanFinder:
         waits = self.speculation.weights
         return not waits.price or not waits.waits()
 
-    def _sync(self, plan: Plan | None) -> int:
+    def _reads(self, plan: Plan | None) -> bool:
+        return plan is not None and plan.resident and self._context.arena.resident.reads
+
+    def _sync(self, plan: Plan | None, later: bool = False) -> int:
+        """Bring weights up to date. With `later`, without what is read of them at the time of the call's run."""
         current.stage = "weights"
         copied = residency.sync(self._context, plan)
+        while self._reads(plan) and not later:
+            copied += residency.sync(self._context, plan)
         if copied:
             self._context.report.count("weights_copied", copied)
         return copied

@@ -156,15 +156,11 @@ class PlanRunner:
             if plan.graph is not None:
                 return plan.replay(call.leaves)
             if plan.no_graph_reason is None:
-                known, at_once = plan.was_captured, plan.recaptures_at_once()
+                at_once = plan.recaptures_at_once()
                 if not at_once and plan.records_now():
                     self.record_launches(plan, call)
-                if at_once or not plan.waits_for_graph():
-                    outputs = self._capture_graph(plan, call)
-                    if outputs is not None:
-                        # Of one that was evicted the run before the capture serves this call. Of a new one the replay
-                        # is what is compared and timed.
-                        return outputs if known else plan.replay(call.leaves)
+                if (at_once or not plan.waits_for_graph()) and self._capture_graph(plan, call):
+                    return plan.replay(call.leaves)
         outputs = plan.run_eagerly(call.leaves)
         if plan.pool is not None and plan.records_now():
             self.record_launches(plan, call)
@@ -189,7 +185,7 @@ class PlanRunner:
         """The lock to hold while a plan runs. Graphs of one pool share memory; on a CPU only the plan is protected."""
         return plan.pool.lock if plan.pool is not None else self._context.model.lock
 
-    def _capture_graph(self, plan: Plan, call: Call) -> list[torch.Tensor] | None:
+    def _capture_graph(self, plan: Plan, call: Call) -> bool:
         config = self._context.config
         share = 1 / len(self._context.model.parts) if self._context.is_part else 1.0
         budget = environment.graph_budget_mb() if config.graph_memory_mb is None else config.graph_memory_mb

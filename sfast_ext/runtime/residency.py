@@ -3,7 +3,8 @@
 See `weights.resident`:
 
     the original forward is about to run ------> bring_back: they are on the GPU, as the host left them
-    a plan with resident banks is about to run -> sync: what changed is quantised, what is on the GPU leaves
+    a plan with resident banks is about to run -> sync: what changed is quantised, what is on the GPU leaves, and banks
+                                                  that gave way come back from their copies
     8 bits are turned off, or the plans go ----> give_back: banks are freed, and the weights are on the GPU at once
 """
 
@@ -93,26 +94,39 @@ def sync(context: ModuleContext, plan: Plan | None) -> int:
             raise WeightsAway(reasons.NO_ROOM_FOR_WEIGHTS()) from exc
         return arena.sync()
     copied, began, all_of_them = arena.sync(), time.perf_counter(), resident.audit_all
-    due = resident.due()
-    if not all_of_them:
+    due = None if arena.banks.vacant else resident.due()
+    if due is not None and not all_of_them:
         plan.recapture.waits_ms = 1000 * (time.perf_counter() - began)
-    if due:
+    if due is None or due:
         _refuse_others(context)
         clear_way(context)
         with arena.exclusively(plan.device):
-            fill(context, plan, due)
-    return copied + len(due)
+            copied += fill(context, plan, due)
+    return copied
 
 
-def fill(context: ModuleContext, plan: Plan, due: list[Bank]) -> None:
-    """Fill the resident banks that are due, in the order of the GPU's work. The caller holds `exclusively`."""
+def fill(context: ModuleContext, plan: Plan, due: list[Bank] | None = None) -> int:
+    """Fill the resident banks that are due, after those whose values are in system memory came back, in the order of
+    the GPU's work. The caller holds `exclusively`. Returns how many were due.
+
+    Args:
+        due: None: not known yet.
+
+    Raises:
+        WeightsAway, WeightsChanged: see `Resident.due` and `Resident.fill`.
+    """
     pool, resident = plan.pool, context.arena.resident
     assert pool is not None
     stream = pool.begin_use()
     try:
+        if due is None:
+            due = resident.due(context.arena.banks.restore)
         resident.fill(due, quantise_weights.launch)
+    except torch.cuda.OutOfMemoryError as exc:
+        raise WeightsAway(reasons.NO_ROOM_FOR_WEIGHTS()) from exc
     finally:
         pool.end_use(stream)
+    return len(due)
 
 
 def settle(context: ModuleContext, plan: Plan) -> None:
@@ -130,6 +144,9 @@ def settle(context: ModuleContext, plan: Plan) -> None:
         return
     with context.arena.exclusively(plan.device):
         context.arena.fetch()
+        context.arena.banks.fits = context.hooks.system_memory
+        fill(context, plan)
+        # also of what was read meanwhile
         fill(context, plan, context.arena.resident.due())
 
 
@@ -162,6 +179,7 @@ def give_back(context: ModuleContext) -> None:
         torch.cuda.synchronize(device)
         for bank in resident.banks:
             bank.vacate()
+            bank.copies = None
     context.bring_back()
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from sfast_ext import reasons
-from sfast_ext.weights.original_layout import is_plain
+from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged, WeightSlot
 
 
@@ -18,7 +20,7 @@ class Aside:
 
     Attributes:
         slots: the places in modules that hold it.
-        seen: what it was when banks were last made of it: (object, address, version, strides); None: nothing yet.
+        seen: what it was when banks were last made of it, see `state_of`; None: nothing yet.
         digest: that of its values then, see `digest`.
     """
 
@@ -39,6 +41,15 @@ class Aside:
         """What the module holds."""
         container, name = self.slots[0]
         return container.get(name)
+
+    def changed(self) -> bool:
+        """Whether banks are to be made of it again, as far as its state tells. Raises what `checked` does."""
+        seen, now = self.seen, self.now
+        same = seen is not None and isinstance(now, torch.Tensor) and state_of(now) == seen
+        if same and all(container.get(name) is now for container, name in self.slots[1:]):
+            # as when it was checked
+            return False
+        return seen != state_of(self.checked())
 
     def checked(self) -> torch.Tensor:
         """What the module holds.
@@ -68,4 +79,43 @@ def state_of(value: torch.Tensor) -> tuple[Any, ...]:
     except RuntimeError:
         # an inference tensor has none: its digest alone tells
         version = -1
-    return id(value), value.data_ptr(), version, value.stride()
+    return id(value), type(value), value.data_ptr(), version, value.stride(), value.shape, value.dtype
+
+
+def differing(asides: Iterable[Aside], digests: Callable[[], Iterable[torch.Tensor]]) -> set[int]:
+    """Those whose digests now are not those of before, by id. They are due until they are quantised."""
+    found = set()
+    for aside, now in zip(asides, digests()):
+        was = aside.digest
+        if was is None or now.shape != was.shape or not torch.equal(now, was):
+            aside.seen = None
+            found.add(id(aside))
+    return found
+
+
+def in_system_memory(asides: Iterable[Aside]) -> list[torch.Tensor]:
+    """Those parameters that are there, each once."""
+    held = {id(now): now for aside in asides if isinstance(now := aside.now, torch.Tensor)}
+    return [now for now in held.values() if is_plain(now) and now.device.type == "cpu"]
+
+
+@contextlib.contextmanager
+def hidden(asides: Iterable[Aside], device: torch.device) -> Iterator[None]:
+    """Within, the parameters in system memory are empty ones on a GPU."""
+    taken = []
+    asides = list(asides)
+    here = in_system_memory(asides)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for aside in asides:
+                value = aside.now
+                if any(value is each for each in here):
+                    taken.append((aside, live_tensor(value), value))
+                    set_data(value, torch.empty(0, dtype=value.dtype, device=device))
+        yield
+    finally:
+        for aside, source, value in taken:
+            # the host may have put another object there
+            for now in {id(each): each for each in (aside.now, value)}.values():
+                if isinstance(now, torch.Tensor) and not now.numel():
+                    set_data(now, source)

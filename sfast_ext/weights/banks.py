@@ -8,20 +8,27 @@ All plans of a model share the banks of its weights. A bank is freed with the la
 has the weights elsewhere, its memory is given back as well (`vacate`), and `occupy` allocates it again without values:
 its digests are those of no row.
 
-A *resident* bank is not written by plans, but by `Resident.sync`, from what the module holds in system memory.
+A *resident* bank is not written by plans, but by `Resident.sync`, from what the module holds in system memory. When it
+is vacated its values are kept in system memory, if that has room: they come back in half the time that it takes to
+quantise them again, or less, and need no more than a copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sfast_ext.weights.aside import Aside
+from sfast_ext.weights.staging import Staging, to_system_memory
 from sfast_ext.weights.weight import Weight
+
+COPIES_RESERVE = 3 << 30
+"""Bytes of system memory that are left free next to copies of banks, in addition to what the host leaves."""
 
 _OF_CONVOLUTION = 10  # rows of scales and sums, as of kernels.eight_bits.quantise_weights.SCALES
 
@@ -38,6 +45,7 @@ class Bank:
         digests: (N,) in int64, of the rows of the weight that `rows` were made of; 0: of none.
         sources: of a resident bank, the parameters that it is made of, each with its first row.
         ready: whether it has values, if it is resident.
+        copies: its values in system memory, if it is resident and was vacated since it was filled.
     """
 
     weight: Weight | None
@@ -47,6 +55,12 @@ class Bank:
     digests: torch.Tensor
     sources: tuple[tuple[Aside, int], ...] = ()
     ready: bool = True
+    copies: tuple[torch.Tensor, ...] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there are values of it, on the GPU or in system memory."""
+        return self.ready or self.copies is not None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -64,7 +78,7 @@ class Bank:
         return self.rows.numel() > 1 and self.rows.stride(-1) == 0
 
     def vacate(self) -> None:
-        """See `Banks.vacate`."""
+        """See `Banks.vacate`. Copies stay."""
         self.ready = not self.sources
         for tensor in self.tensors:
             tensor.data = torch.zeros((1,), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
@@ -88,7 +102,9 @@ class Banks:
     def __init__(self) -> None:
         self._banks: weakref.WeakValueDictionary[tuple[int | str, int], Bank] = weakref.WeakValueDictionary()
         self.vacant = False
-        """Whether they have no memory. No plan may run before `occupy`."""
+        """Whether some have no memory. No plan may run before `occupy`."""
+        self.fits: Callable[[int], bool] | None = None
+        """Whether system memory has room for so many bytes; None: it has."""
 
     def resident(self) -> list[Bank]:
         """Those that plans do not write."""
@@ -134,16 +150,56 @@ class Banks:
         wanted = {id(weight): weight.tensor.shape for weight in weights if id(weight) not in known}
         return sum(math.prod(size) * dtype.itemsize for shape in wanted.values() for size, dtype in _layout(shape))
 
-    def vacate(self) -> None:
-        """Free their memory. Tensors keep shape, dtype and device. No plan may be running."""
+    def vacate(self, most: float = math.inf) -> int:
+        """Free their memory, that of the largest first, until so many bytes are free. Tensors keep shape, dtype and
+        device. No plan may be running. Returns how many bytes were freed."""
+        chosen, freed = [], 0
+        # memory of small ones is shared with others, and comes free with the last of them
+        for bank in sorted((b for b in self._banks.values() if not b.vacant), key=lambda b: b.bytes, reverse=True):
+            if freed >= most:
+                break
+            chosen.append(bank)
+            freed += bank.bytes
         with torch.inference_mode(False), torch.no_grad():
-            banks = list(self._banks.values())
-            for device in {bank.rows.device for bank in banks if bank.rows.is_cuda}:
+            for device in {bank.rows.device for bank in chosen if bank.rows.is_cuda}:
                 # the last launch may still read it
                 torch.cuda.synchronize(device)
-            for bank in banks:
+            self._keep([bank for bank in chosen if bank.sources and bank.ready and bank.copies is None])
+            for bank in chosen:
                 self.vacant = True
                 bank.vacate()
+        return freed
+
+    def _keep(self, banks: list[Bank]) -> None:
+        """Copy the values of banks to system memory, if there is room."""
+        size = sum(bank.bytes for bank in banks)
+        # else it raises, and what was copied is gone
+        with contextlib.suppress(RuntimeError, MemoryError):
+            if size and (self.fits is None or self.fits(size + COPIES_RESERVE)):
+                copies = iter(to_system_memory([tensor for bank in banks for tensor in bank.tensors]))
+                for bank in banks:
+                    bank.copies = next(copies), next(copies), next(copies)
+
+    def restore(self, banks: Sequence[Bank]) -> None:
+        """Copy the values of these banks back to the GPU.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: there is no room; all stay without memory.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                with Staging() as copy:
+                    for bank in banks:
+                        bank.occupy()
+                        for tensor, kept in zip(bank.tensors, bank.copies or (), strict=True):
+                            copy(tensor, kept)
+            except BaseException:
+                for bank in banks:
+                    bank.vacate()
+                raise
+            for bank in banks:
+                bank.ready = True
+            self.look()
 
     def occupy(self) -> None:
         """Allocate the memory again. The next run of a plan fills it; of resident banks `Resident.sync` does both.
@@ -154,13 +210,13 @@ class Banks:
         if not self.vacant:
             return
         with torch.inference_mode(False), torch.no_grad():
-            banks = [bank for bank in self._banks.values() if not bank.sources]
+            banks = [bank for bank in self._banks.values() if bank.vacant and not bank.sources]
             made = [[torch.empty_like(x, memory_format=torch.contiguous_format) for x in b.tensors] for b in banks]
             for bank, tensors in zip(banks, made, strict=True):
                 tensors[2].zero_()
                 for tensor, memory in zip(bank.tensors, tensors, strict=True):
                     tensor.data = memory
-        self.vacant = False
+        self.look()
 
     def __len__(self) -> int:
         return len(self._banks)

@@ -8,7 +8,8 @@ permuted. A tensor of less than two rows is its own digest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -53,11 +54,24 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def digests_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The digests of tensors in system memory, by several threads if they are large."""
+    return reading(tensors)()
+
+
+def reading(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """`digests_of`, which threads begin now. What is returned waits for them."""
     threads = min(_MAX_THREADS, torch.get_num_threads())
     if threads < 2 or sum(tensor.nbytes for tensor in tensors) < _ALONE_BYTES:
-        return list(map(_by_numpy, tensors))
-    with ThreadPoolExecutor(threads, thread_name_prefix="sfast: digests") as pool:
-        return list(pool.map(_by_numpy, tensors))
+        found = list(map(_by_numpy, tensors))
+        return lambda: found
+    digests = _pool(threads).map(_by_numpy, tensors)
+    return lambda: list(digests)
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Kept: it is used before each step of a model in 8 bits on a small card, and threads take longer to start than
+    that lasts."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="sfast: digests")
 
 
 def _by_numpy(tensor: torch.Tensor) -> torch.Tensor:

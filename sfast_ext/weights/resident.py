@@ -4,16 +4,16 @@ A *resident* bank is not read from a live tensor. It is made of what the module 
 tensor in system memory, which comes to the GPU in small parts, or a tensor on the GPU, which is then set aside. So the
 module's parameters are the truth, as they are for live tensors, and the host changes them as it always does.
 
-Before a plan with such banks runs, `sync` asks for each of these parameters whether it is the same object, in the same
+Before a plan with such banks runs, `due` asks for each of these parameters whether it is the same object, in the same
 memory, with the same version. What changed is quantised again. A write that torch does not count (through `.data` or
 NumPy) is found by a digest: of all of them with the first call of a generation, and of `AUDITED_BYTES` with each other
-call, so that each is read within some calls. Before the original forward runs, `bring_back` moves the parameters to the
-GPU.
+call, so each is read within some calls. Before the original forward runs, `bring_back` moves parameters to the GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,10 +23,10 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.weights import host_copies
-from sfast_ext.weights.aside import Aside, state_of
+from sfast_ext.weights.aside import Aside, differing, hidden, in_system_memory, state_of
 from sfast_ext.weights.banks import Bank, batches
-from sfast_ext.weights.digest import digest_of, digests_of
-from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
+from sfast_ext.weights.digest import digest_of, reading
+from sfast_ext.weights.original_layout import live_tensor, set_data
 from sfast_ext.weights.staging import Staging, to_system_memory
 from sfast_ext.weights.streamed import Streamed
 from sfast_ext.weights.tracked import TrackedWeights
@@ -52,6 +52,7 @@ class Resident:
         self._copies, self._turn, self._thread = host_copies.HostCopies(), 0, threading.local()
         self.device: torch.device | None = None
         """That of the banks."""
+        self._reading: Callable[[], set[int]] | None = None
         self.audit_all = False
         """Whether the next `sync` computes the digests of all."""
 
@@ -79,9 +80,7 @@ class Resident:
     def set_aside(self, weights: Iterable[Weight], device: torch.device) -> None:
         """Move the parameters of weights to system memory, and free the memory that plans would read. Other plans that
         read it find the weights elsewhere."""
-        tracked = self._tracked
-        self.device = device
-        weights = list(weights)
+        tracked, weights, self.device = self._tracked, list(weights), device
         parts = list({id(part): part for weight in weights for part in weight.parts or (weight,)}.values())
         for part in parts:
             if part.path not in self._asides:
@@ -124,8 +123,12 @@ class Resident:
         assert self.device is not None
         return self._tracked.banks.get_resident(weight, group, tuple(sources), self.device)
 
-    def due(self) -> list[Bank]:
+    def due(self, restore: Callable[[list[Bank]], object] | None = None) -> list[Bank]:
         """The banks whose values are not those of the module. Looks at the module alone.
+
+        Args:
+            restore: called with the banks whose values are in system memory, without those that are known to have
+                changed. What is found by reading weights meanwhile is told by the next call, see `reads`.
 
         Raises:
             WeightsChanged: a parameter is none that banks can be made of.
@@ -133,11 +136,28 @@ class Resident:
         """
         banks = self.banks
         used = {id(aside): aside for bank in banks for aside, _ in bank.sources}
-        changed = {key for key, aside in used.items() if aside.seen != state_of(aside.checked())}
-        # what is quantised in any case need not be read before
-        read = {id(aside) for bank in banks if bank.ready for aside, _ in bank.sources} - changed
-        changed |= {id(aside) for aside in self._audited([used[key] for key in used if key in read])}
-        return [b for b in banks if not b.ready or not changed.isdisjoint(id(aside) for aside, _ in b.sources)]
+        changed = {key for key, aside in used.items() if aside.changed()}
+
+        def is_due(bank: Bank) -> bool:
+            return not bank.known or bool(changed) and any(id(aside) in changed for aside, _ in bank.sources)
+
+        before, self._reading = self._reading, None
+        changed |= before() if before is not None else set()
+        if before is None or restore is not None:
+            # what is quantised in any case need not be read before
+            read = {id(aside) for bank in banks if bank.known for aside, _ in bank.sources} - changed
+            told = self._audited([used[key] for key in used if key in read])
+            if restore is None:
+                changed |= told()
+            else:
+                self._reading = told
+                restore([bank for bank in banks if not bank.ready and not is_due(bank)])
+        return [bank for bank in banks if is_due(bank)]
+
+    @property
+    def reads(self) -> bool:
+        """Whether weights are read for changes meanwhile, of which the next `due` tells."""
+        return self._reading is not None
 
     def fill(self, banks: Sequence[Bank], quantise: Quantise) -> None:
         """Quantise the parameters of banks, and set aside those that are on the GPU.
@@ -171,6 +191,7 @@ class Resident:
         parts_left = {id(bank): len(bank.sources) for bank in banks}
         for some in batches(banks, BATCH_BYTES):
             for bank, *_ in some:
+                bank.copies = None
                 bank.occupy()
             asides = list({id(aside): aside for _, aside, _ in some}.values())
             held = [aside.checked() for aside in asides]
@@ -210,8 +231,8 @@ class Resident:
             # a host that asks the driver how much is free is told of it
             torch.cuda.empty_cache()
 
-    def _audited(self, asides: list[Aside]) -> Iterator[Aside]:
-        """Those, among all or the next ones in turn, whose values differ from their digest: due until quantised."""
+    def _audited(self, asides: list[Aside]) -> Callable[[], set[int]]:
+        """Read all of these, or the next ones in turn. What is returned gives `differing`."""
         asides = [aside for aside in asides if aside.digest is not None]
         count, left = len(asides), sum(a.bytes for a in asides) if self.audit_all else AUDITED_BYTES
         self.audit_all, chosen = False, list[Aside]()
@@ -220,12 +241,8 @@ class Resident:
             chosen.append(asides[self._turn])
             left -= chosen[-1].bytes
         with torch.inference_mode(False), torch.no_grad():
-            found = digests_of([live_tensor(aside.checked()) for aside in chosen])
-        for aside, now in zip(chosen, found):
-            was = aside.digest
-            if was is None or now.shape != was.shape or not torch.equal(now, was):
-                aside.seen = None
-                yield aside
+            digests = reading([live_tensor(aside.checked()) for aside in chosen])
+        return functools.partial(differing, chosen, digests)
 
     def bring_back(self) -> int:
         """Move the parameters to the GPU. Returns how many.
@@ -268,9 +285,7 @@ class Resident:
         return len(moved)
 
     def _elsewhere(self) -> list[torch.Tensor]:
-        """The parameters in system memory."""
-        held = {id(now): now for aside in self._asides.values() if isinstance(now := aside.now, torch.Tensor)}
-        return [now for now in held.values() if is_plain(now) and now.device.type == "cpu"]
+        return in_system_memory(self._asides.values())
 
     def _leave(self, values: Iterable[Any]) -> None:
         """Move parameters to system memory: to what they had there, if nothing changed them on the GPU. There they have
@@ -327,26 +342,11 @@ class Resident:
         finally:
             self._thread.streams = False
 
-    @contextlib.contextmanager
-    def hidden(self) -> Iterator[None]:
+    def hidden(self) -> contextlib.AbstractContextManager[None]:
         """Within, the parameters in system memory are empty ones on the GPU: a host that moves the module there leaves
         them where they are."""
-        taken = []
-        here = self._elsewhere()
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                for aside in self._asides.values():
-                    value = aside.now
-                    if any(value is each for each in here):
-                        taken.append((aside, live_tensor(value), value))
-                        set_data(value, torch.empty(0, dtype=value.dtype, device=self.device))
-            yield
-        finally:
-            for aside, source, value in taken:
-                # the host may have put another object there
-                for now in {id(each): each for each in (aside.now, value)}.values():
-                    if isinstance(now, torch.Tensor) and not now.numel():
-                        set_data(now, source)
+        assert self.device is not None
+        return hidden(self._asides.values(), self.device)
 
     @contextlib.contextmanager
     def lent(self, module: nn.Module) -> Iterator[None]:
@@ -391,7 +391,7 @@ class Resident:
 
     def forget(self) -> None:
         """No plan has such banks any more, and the parameters are the host's to move."""
-        self._asides = {}
+        self._asides, self._reading = {}, None
         self._copies.drop()
 
     @property

@@ -153,7 +153,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a second copy of weights while memory is short", "plans/graph_pool.py",
-        "each.vacate()", "pass",
+        "banks -= each.vacate(banks) if banks > 0 else 0", "pass",
         (_MEMORY + "test_what_is_short_of_memory_finds_the_second_copy",),
     ),
     Mutation(

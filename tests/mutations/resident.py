@@ -6,29 +6,56 @@ from mutations import Mutation
 
 _TESTS = "runtime/test_resident.py::"
 _BYTES = "runtime/test_resident_bytes.py::"
+_COPIES = "runtime/test_resident_copies.py::"
 _CHANGES = _TESTS + "test_changes_are_followed_at_the_next_call"
 _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 
 MUTATIONS = [
     Mutation(
         "weights that changed while they were in system memory", "weights/resident.py",
-        "if aside.seen != state_of(aside.checked())", "if False",
+        "if aside.changed()", "if False",
         (_CHANGES,),
     ),
     Mutation(
         "writes that torch does not count", "weights/resident.py",
-        "changed |= {id(aside) for aside in self._audited(", "changed |= {id(aside) for aside in () and self._audited(",
+        "changed |= told()", "told()",
         (_CHANGES,),
     ),
     Mutation(
-        "a change that a digest found and no call quantised", "weights/resident.py",
-        "aside.seen = None\n yield aside", "yield aside",
+        "a change that a digest found and no call quantised", "weights/aside.py",
+        "aside.seen = None\n found.add(id(aside))", "found.add(id(aside))",
         (_TESTS + "test_what_a_digest_found_is_due_until_it_is_quantised",),
     ),
     Mutation(
         "banks without values", "weights/banks.py",
         "self.ready = not self.sources", "pass",
         (_TESTS + "test_memory_that_others_need",),
+    ),
+    Mutation(
+        "copies of values that changed while they were away", "weights/resident.py",
+        "return not bank.known or bool(changed) and any(id(aside) in changed for aside, _ in bank.sources)",
+        "return not bank.known",
+        (_COPIES + "test_changes_are_followed_by_values_that_gave_way",),
+    ),
+    Mutation(
+        "copies of values that were quantised again", "weights/resident.py",
+        "bank.copies = None\n bank.occupy()", "bank.occupy()",
+        (_COPIES + "test_changes_are_followed_by_values_that_gave_way",),
+    ),
+    Mutation(
+        "writes that torch does not count, while values come back", "weights/resident.py",
+        "changed |= before() if before is not None else set()", "pass",
+        (_COPIES + "test_a_write_that_nothing_counts_is_read_while_values_come_back",),
+    ),
+    Mutation(
+        "a result whose weights were read meanwhile", "runtime/plan_finder.py",
+        "confirmed = not self._reads(plan)", "pass",
+        (_COPIES + "test_a_write_that_nothing_counts_is_read_while_values_come_back",),
+    ),
+    Mutation(
+        "values without a copy of them", "weights/banks.py",
+        "if bank.sources and bank.ready and bank.copies is None]", "if bank.sources and bank.copies is None]",
+        (_COPIES + "test_what_has_no_values_is_not_copied",),
     ),
     Mutation(
         "weights that come back before the original forward", "runtime/model_state.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 from collections.abc import Callable
@@ -103,7 +104,7 @@ class Life(On):
         self.twin.get_submodule(name).weight.mul_(-1.0)
 
     def short(self) -> None:
-        pool_of(GPU).make_room(self.acc.report)
+        pool_of(GPU).make_room(self.acc.report, banks=self.rng.choice([0, 1 << 15, 1 << 17, math.inf]))
 
     def generation(self) -> None:
         self.acc.new_generation()

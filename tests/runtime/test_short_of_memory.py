@@ -165,9 +165,10 @@ def test_a_graph_that_is_captured_again_costs_one_run_of_the_plan(on: On, monkey
     on.pool.make_room(on.accelerator.report)
     replayed.clear(), ran.clear()
     on.same()
-    assert not replayed and len(ran) == 2 and len(on.pool) == 1 and on.count("graph_captures") == 2
+    # the capture computes nothing
+    assert len(replayed) == len(ran) == 1 and len(on.pool) == 1 and on.count("graph_captures") == 2
     on.same()
-    assert len(replayed) == 1 and len(ran) == 2
+    assert len(replayed) == 2 and len(ran) == 1
 
 
 def test_a_plan_that_finds_no_memory_leaves_the_call_to_the_original(on: On, monkeypatch: pytest.MonkeyPatch) -> None:

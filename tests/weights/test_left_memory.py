@@ -93,7 +93,7 @@ class Full(GraphPool):
     def holds_memory(self) -> bool:
         return not self.freed
 
-    def make_room(self, report: Report, why: str = "", banks: bool = True) -> None:
+    def make_room(self, report: Report, why: str = "", banks: float = 0) -> None:
         self.freed += 1
 
 

@@ -18,7 +18,6 @@ from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.text_encoders import TextEncoders
 from sfast_ext.hosts.vae import Vaes
 from sfast_ext.hosts.vae_memory import VaeMemory
-from sfast_ext.plans import graph_pool
 from sfast_ext.report import Report
 
 _WHY = "the WebUI needs the GPU memory"
@@ -118,15 +117,16 @@ class A1111Memory:
         self._make_room(gpu_room.IDLE_RESERVE)
         return original(*args, **kwargs)
 
-    def _make_room(self, needed: float) -> None:
+    def _make_room(self, needed: float, in_one: bool = False) -> None:
         # the weights that plans read are the model's own, except with --medvram and --lowvram
         givers = (
-            lambda: graph_pool.make_room(self._report, _WHY, banks=False),
-            lambda: graph_pool.make_room(self._report, _WHY),
+            *gpu_room.givers(needed, self._report, _WHY),
             *(rare.give_memory_back for rare in self._rare),
             self._attachment.give_memory_back,
         )
         self._guarded(lambda: gpu_room.make_room(needed, givers))
+        if in_one:
+            self._guarded(lambda: gpu_room.free_pieces(needed, self._report, _WHY))
 
     def _guarded(self, action: Callable[[], object]) -> None:
         guarded(self._report, "memory", action)

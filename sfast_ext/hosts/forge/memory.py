@@ -16,7 +16,6 @@ from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import fetch_weights, place_of
 from sfast_ext.hosts.session import guarded
-from sfast_ext.plans import graph_pool
 from sfast_ext.report import Report
 
 _WHY = "the WebUI needs the GPU memory"
@@ -90,8 +89,8 @@ class ForgeMemory:
         weights = dict(patcher.model.named_parameters())
         patched = self._patched(patcher)
         twice = sum(weights[key].nbytes for key in patched if key in weights and self._patches(weights[key]))
-        graphs = functools.partial(graph_pool.make_room, self._report, _WHY)
-        room = gpu_room.make_room(accelerator.vacant_bytes + twice + gpu_room.WORKSPACE, [graphs])
+        needed = accelerator.vacant_bytes + twice + gpu_room.WORKSPACE
+        room = gpu_room.make_room(needed, gpu_room.givers(needed, self._report, _WHY))
         if not room:
             self._clear(patcher)
         fetch_weights(accelerator, place if room else None, self._report, "Forge")
@@ -149,8 +148,8 @@ class ForgeMemory:
 
     def _make_room(self, needed: float) -> None:
         if torch.cuda.is_available():
-            graphs = functools.partial(graph_pool.make_room, self._report, _WHY)
-            givers: list[Callable[[], object]] = [graphs, *(each.give_memory_back for each in self._attachments)]
+            plans = gpu_room.givers(needed, self._report, _WHY)
+            givers = [*plans, *(each.give_memory_back for each in self._attachments)]
             self._guarded(lambda: gpu_room.make_room(needed, givers))
 
     def _guarded(self, action: Callable[[], object]) -> None:

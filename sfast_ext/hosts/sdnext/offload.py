@@ -22,7 +22,6 @@ from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import WeightMoves, fetch_weights, place_of, staying
 from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
-from sfast_ext.plans import graph_pool
 from sfast_ext.report import Report
 
 _WHY = "SD.Next needs the GPU memory"
@@ -39,7 +38,7 @@ class Offload:
     def __init__(self, attachments: Sequence[Attachment], report: Report, vaes: Sequence[Attachment] = ()) -> None:
         self._networks, self._vae_parts, self._report = attachments, vaes, report
         self._attachments = (*vaes, *attachments)
-        self._vaes = VaeMemory(lambda needed: self._guarded(lambda: self._make_room(needed)))
+        self._vaes = VaeMemory(lambda needed, in_one: self._guarded(lambda: self._make_room(needed, in_one)))
         self._moves = WeightMoves(report)
         self._oom_count: int | None = None
         self._release_always = False
@@ -104,9 +103,11 @@ class Offload:
             self._guarded(lambda: self._make_room(gpu_room.load_bytes(model) + gpu_room.IDLE_RESERVE))
         return original(name)
 
-    def _make_room(self, needed: float) -> None:
-        givers = [lambda: graph_pool.make_room(self._report, _WHY), *(a.give_memory_back for a in self._attachments)]
+    def _make_room(self, needed: float, in_one: bool = False) -> None:
+        givers = [*gpu_room.givers(needed, self._report, _WHY), *(a.give_memory_back for a in self._attachments)]
         gpu_room.make_room(needed, givers)
+        if in_one:
+            gpu_room.free_pieces(needed, self._report, _WHY)
 
     def _notice_out_of_memory(self) -> None:
         """After SD.Next ran out of memory, stop keeping weights on the GPU that it has moved off."""

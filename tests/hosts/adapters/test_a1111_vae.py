@@ -18,6 +18,7 @@ from passes.support import HALF_ON_THE_CPU
 from hosts.standins import a1111 as standin
 from hosts.standins import a1111_vae as vaes
 from sfast_ext import accelerator_of
+from sfast_ext.hosts import vae_memory
 from sfast_ext.hosts.a1111 import adapter as a1111
 
 pytestmark = pytest.mark.usefixtures("vae_plans_at_once")
@@ -85,6 +86,19 @@ def test_the_second_image_of_a_size_prepares_and_the_third_is_decoded_by_a_plan(
     found = on.status()
     assert found["plans"][0]["label"] == "VAE decoder, 64x64" and found["plans"][0]["fused"]["silu"] == 17
     assert found["idle"] is None and found["module"] == "Decoder"
+
+
+def test_what_frees_the_cache_of_a_small_card_is_no_patch(on, monkeypatch):
+    monkeypatch.setattr(vae_memory.gpu_room, "is_tight", lambda: True)
+    watched = vae_memory.VaeMemory(lambda needed, in_one: None)
+    watched.watch([on.vae])
+    assert any(vae_memory.free_cached in m._forward_pre_hooks.values() for m in on.vae.decoder.modules())
+    assert [on.picture() for _ in range(3)] == ["original", "prepared", "plan"]
+    watched.release()
+    # another hook there is one
+    handle = on.vae.decoder.up[0].block[0].register_forward_pre_hook(lambda module, args: None)
+    assert [on.picture() for _ in range(3)] == ["original"] * 3
+    handle.remove()
 
 
 def test_img2img_encodes_by_a_plan_and_draws_as_it_did(on):
