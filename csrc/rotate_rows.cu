@@ -18,6 +18,17 @@ struct alignas(16) Eight {
   unsigned of[4];
 };
 
+// The larger magnitude, or NaN if one is.
+__device__ __forceinline__ float larger_magnitude(float x, float y) {
+#ifdef SFAST_CPU
+  return float_of_bits(larger(bits_of_float(x) & 0x7fffffffu, bits_of_float(y) & 0x7fffffffu));
+#else
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(fabsf(x)), "f"(fabsf(y)));
+  return z;
+#endif
+}
+
 // A sign in the highest bit: of the parity of some bits.
 __device__ __forceinline__ unsigned sign_of(int bits) { return (unsigned)((bits ^ bits >> 1) & 1) << 15; }
 
@@ -49,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   const unsigned matrix[4] = {signs, signs, signs, signs ^ 0x80008000u};
   // of a row and group: columns of each part by bits 0, 1 and 2
   float values[2][kParts][8];
-  unsigned largest[2] = {0, 0};
+  unsigned largest[2];
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     const unsigned(&low)[4] = loaded[part][0].of, (&high)[4] = loaded[part][1].of;
@@ -90,8 +101,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
           values[of][part][i] = value + next, values[of][part + step][i] = value - next;
         }
       }
+    float magnitude = 0.f;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) largest[of] = largest_of(largest[of], values[of][part]);
+    for (int part = 0; part < kParts; ++part)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) magnitude = larger_magnitude(magnitude, values[of][part][i]);
+    largest[of] = bits_of_float(magnitude);
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) largest[of] = larger(largest[of], shuffle_xor(largest[of], lanes));
 #pragma unroll

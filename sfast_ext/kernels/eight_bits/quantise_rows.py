@@ -139,7 +139,7 @@ def accepts(x: Tensor, group: int = 0) -> str | None:
     return cuda_tier.accepts(SOURCE, x)
 
 
-@kernel(reference, portable=True, cuda_sources=(SOURCE, ROTATING))
+@kernel(reference, portable=True, any_source=True, cuda_sources=(SOURCE, ROTATING))
 def launch(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
     """`reference` in one launch, with one read and one write: rows stay in registers.
 

@@ -48,6 +48,7 @@ def test_a_card_whose_tensor_cores_have_no_bfloat16(device, monkeypatch, rows, c
     monkeypatch.setattr(
         nvrtc.Source, "supported", lambda source, on: source is not quantise_rows.ROTATING and supported(source, on)
     )
+    assert quantise_rows.launch.supported(device, triton=False)
     test_rotation(device, torch.bfloat16, rows, columns, group)
 
 
