@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from benchmarks import records
 from sfast_ext.kernels.eight_bits import linear8, quantise_rows
-from sfast_ext.passes.eight_bits_selection import Errors, Selection, errors_of, groups_of, hadamard, of_rotation
+from sfast_ext.passes.eight_bits_selection import GROUPS, Errors, Selection, errors_of, hadamard
 from sfast_ext.tools.lib import models
 
 OURS, HALF = "this extension", "float16"
@@ -110,11 +110,12 @@ def ours(module: nn.Module, run: Callable[[nn.Module], Tensor]) -> str:
     errors: dict[str, Errors] = {}
     handles = []
     for name, layer in layers(module):
+        group = next((g for g in GROUPS if layer.in_features % g == 0), 0)
 
-        def seen(at: nn.Linear, given: Any, name: str = name) -> None:
-            groups = groups_of(at.in_features)
-            found = errors_of(given[0], at.weight, *(hadamard(group, given[0].device) for group in groups)).tolist()
-            errors[name] = Errors(found[0], *of_rotation(found, groups))
+        def seen(at: nn.Linear, given: Any, name: str = name, group: int = group) -> None:
+            turn = hadamard(group, given[0].device) if group else None
+            plain, rotated = errors_of(given[0], at.weight, turn).tolist()
+            errors[name] = Errors(plain, rotated, group)
 
         handles.append(layer.register_forward_pre_hook(seen))
     run(module)

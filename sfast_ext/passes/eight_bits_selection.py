@@ -54,9 +54,7 @@ OUTPUTS = 1024
 GAIN = 0.9
 """Of the error, that much at most is left if a rotation is to pay."""
 GROUPS = (256, 128, 64)
-"""How many neighbours may be rotated: the first that divides a row, or the last if it is about as good."""
-CLOSE = 1.05
-"""Times the error of the first that the last may have: a rotation of fewer takes fewer instructions."""
+"""How many neighbours may be rotated; the first that divides a row is taken."""
 
 
 class Errors(NamedTuple):
@@ -195,10 +193,10 @@ def measured(
     for layer in layers:
         waiting.setdefault(layer.x, []).append(layer)
     found: list[Tensor] = []
-    names: list[tuple[str, list[int], float]] = []
+    names: list[tuple[str, int, float]] = []
     device = next(t.device for t in inputs if isinstance(t, Tensor))
     # one copy each: the device is waited for by a copy from memory that is not pinned
-    turns: dict[int, Tensor] = {}
+    turns: dict[int, Tensor | None] = {0: None}
 
     def seen(node: fx.Node, value: Any, values: dict[fx.Node, Any]) -> bool:
         for layer in waiting.pop(node, ()):
@@ -206,65 +204,46 @@ def measured(
                 q, k, v, scale = (values[x] if isinstance(x, fx.Node) else x for x in layer.operands)
                 found.append(errors_of_attention(q, k, v, scale))
                 # no memory is saved by it
-                names.append((layer.name, [], 1 if by_bytes else q.numel() * k.shape[2]))
+                names.append((layer.name, 0, 1 if by_bytes else q.numel() * k.shape[2]))
                 continue
             if layer.stride:
                 found.append(errors_of_convolution(value, read(layer.weight), layer.stride, layer.silu))
                 pixels = math.prod(-(-size // layer.stride) for size in value.shape[2:]) * len(value)
-                names.append((layer.name, [], (1 if by_bytes else pixels) * layer.weight.tensor.numel()))
+                names.append((layer.name, 0, (1 if by_bytes else pixels) * layer.weight.tensor.numel()))
                 continue
-            groups = groups_of(layer.weight.tensor.shape[1])
-            for group in groups:
-                if group not in turns:
-                    turns[group] = hadamard(group, device)
-            found.append(errors_of(value, read(layer.weight), *(turns[group] for group in groups)))
+            group = next((g for g in GROUPS if layer.weight.tensor.shape[1] % g == 0), 0)
+            if group not in turns:
+                turns[group] = hadamard(group, device)
+            found.append(errors_of(value, read(layer.weight), turns[group]))
             work = layer.weight.tensor.numel() if by_bytes else value.numel() * len(layer.weight.tensor)
-            names.append((layer.name, groups, work))
+            names.append((layer.name, group, work))
         return bool(waiting)
 
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         run(gm, inputs, seen, read)
-    values = iter(torch.cat(found).tolist() if found else [])
-    told = {name: [next(values) for _ in range(1 + len(groups))] for name, groups, _ in names}
-    return {name: Errors(told[name][0], *of_rotation(told[name], groups), work) for name, groups, work in names}
+    values = torch.stack(found).tolist() if found else []
+    told = zip(names, values, strict=True)
+    return {name: Errors(pair[0], pair[1], group, work) for (name, group, work), pair in told}
 
 
-def groups_of(columns: int) -> list[int]:
-    """How many neighbours of rows of so many columns a rotation may have."""
-    fit = [group for group in GROUPS if columns % group == 0]
-    return list(dict.fromkeys((*fit[:1], *fit[-1:])))
-
-
-def of_rotation(errors: Sequence[float], groups: Sequence[int]) -> tuple[float, int]:
-    """The error of the rotation that is taken, and its group.
-
-    Args:
-        errors: without a rotation, and with each of the groups.
-    """
-    if not groups:
-        return errors[0], 0
-    last = errors[-1] <= CLOSE * errors[1]
-    return (errors[-1], groups[-1]) if last else (errors[1], groups[0])
-
-
-def errors_of(x: Tensor, weight: Tensor, *turns: Tensor) -> Tensor:
-    """[error, error with each rotation] of the product of x (..., K) and weight (N, K). `turns` are the matrices by
-    which groups of neighbours are rotated."""
+def errors_of(x: Tensor, weight: Tensor, turn: Tensor | None) -> Tensor:
+    """[error, error with a rotation] of the product of x (..., K) and weight (N, K). `turn` is the matrix by which
+    groups of neighbours are rotated; None: there is none."""
     rows = x.reshape(-1, x.shape[-1])
     count = min(SAMPLE, len(rows))
     sample = rows[torch.arange(count, device=x.device) * len(rows) // count].float()
     # output rows too are quantised each by itself
     wide = weight[:: max(1, len(weight) // OUTPUTS)].float()
     exact = F.linear(sample, wide)
-    found = [distance(F.linear(rounded(sample), rounded(wide)), exact)]
-    for turn in turns:
-        turned = ((t.unflatten(-1, (-1, len(turn))) @ turn).flatten(-2) for t in (sample, wide))
-        found.append(distance(F.linear(*map(rounded, turned)), exact))
-    return torch.stack(found)
+    plain = distance(F.linear(rounded(sample), rounded(wide)), exact)
+    if turn is None:
+        return torch.stack([plain, plain])
+    sample, wide = ((t.unflatten(-1, (-1, len(turn))) @ turn).flatten(-2) for t in (sample, wide))
+    return torch.stack([plain, distance(F.linear(rounded(sample), rounded(wide)), exact)])
 
 
 def errors_of_convolution(x: Tensor, weight: Tensor, stride: int, silu: bool) -> Tensor:
-    """[error] of a 3x3 convolution of x (N, C, H, W), a result of SiLU or not, with weight (K, C, 3, 3) and
+    """[error, error] of a 3x3 convolution of x (N, C, H, W), a result of SiLU or not, with weight (K, C, 3, 3) and
     padding 1; of a sample of pixels and of output channels, whose weights in float32 would take 100 MB."""
     images, _, height, width = x.shape
     scale = x.abs().flatten(1).amax(1).float() / 127
@@ -281,11 +260,12 @@ def errors_of_convolution(x: Tensor, weight: Tensor, stride: int, silu: bool) ->
     columns = torch.arange(some, device=x.device) * len(weight) // some
     wide = weight[columns].permute(0, 2, 3, 1).flatten(1).float()
     exact = F.linear(sample, wide)
-    return distance(F.linear(rounded(sample, scale[image, None]), rounded(wide)), exact)[None]
+    error = distance(F.linear(rounded(sample, scale[image, None]), rounded(wide)), exact)
+    return torch.stack([error, error])
 
 
 def errors_of_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """[error] of the result of an attention: q (B, H, L, D), k (B, H, S, D), v (B, H, S, E); of a sample of its
+    """[error, error] of the result of an attention: q (B, H, L, D), k (B, H, S, D), v (B, H, S, E); of a sample of its
     queries."""
     count = min(QUERIES, q.shape[2], max(1, SCORES // k[..., 0].numel()))
     sample = q[:, :, torch.arange(count, device=q.device) * q.shape[2] // count].float()
@@ -297,7 +277,8 @@ def errors_of_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) ->
         return scores.softmax(-1) @ values
 
     # the second keys are without a vector that the first ones have: softmax is the same
-    return distance(attended(rounded(sample), codes.float() * factors[..., None]), attended(sample, k.float()))[None]
+    error = distance(attended(rounded(sample), codes.float() * factors[..., None]), attended(sample, k.float()))
+    return torch.stack([error, error])
 
 
 def distance(y: Tensor, exact: Tensor) -> Tensor:

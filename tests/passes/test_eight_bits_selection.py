@@ -204,20 +204,3 @@ def test_the_device_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(on.ctx.eight_bits.errors) == 6
     assert [name for name in reads if name != "__bool__"].count("tolist") == 1
     assert sorted(sent) == [64, 256]
-
-
-@pytest.mark.parametrize(
-    ("columns", "groups", "errors", "wanted"),
-    [
-        (5120, [256, 64], [0.03, 0.02, 0.0209], (0.0209, 64)),
-        (5120, [256, 64], [0.03, 0.02, 0.0211], (0.02, 256)),
-        (5120, [256, 64], [0.03, math.nan, 0.02], (math.nan, 256)),
-        (640, [128, 64], [0.03, 0.02, 0.01], (0.01, 64)),
-        (320, [64], [0.03, 0.04], (0.04, 64)),
-        (96, [], [0.03], (0.03, 0)),
-    ],
-)
-def test_a_rotation_of_few_if_it_is_about_as_good(columns, groups, errors, wanted):
-    assert eight_bits_selection.groups_of(columns) == groups
-    error, group = eight_bits_selection.of_rotation(errors, groups)
-    assert group == wanted[1] and (error == wanted[0] or math.isnan(error) and math.isnan(wanted[0]))

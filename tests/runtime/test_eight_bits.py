@@ -216,7 +216,7 @@ def test_the_same_layers_for_other_sizes_and_small_ones_are_exact(monkeypatch: p
     asked = []
     real = eight_bits_selection.errors_of
     monkeypatch.setattr(
-        eight_bits_selection, "errors_of", lambda x, w, *turns: asked.append(x.shape) or real(x, w, *turns)
+        eight_bits_selection, "errors_of", lambda x, w, turn: asked.append(x.shape) or real(x, w, turn)
     )
     on = On()
     for rows in (256, 512, 128):
