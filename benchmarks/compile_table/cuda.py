@@ -189,9 +189,7 @@ def for_any_card() -> Iterator[None]:
 def described(launch: size_prediction.Launch) -> Launch:
     """A launch with the block that its source prepares."""
     _, threads, shared = launch.kernel.prepare(*launch.args, **launch.constants)
-    first, second = launch.kernel.since or (0, 0)
-    least = max(min(CARDS), 10 * first + second)
-    return Launch(launch.kernel.name, tuple(sorted(launch.constants.items())), threads, shared, least)
+    return Launch(launch.kernel.name, tuple(sorted(launch.constants.items())), threads, shared)
 
 
 def compiled(launch: Launch, capability: int) -> dict[str, Any]:

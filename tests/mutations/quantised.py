@@ -153,14 +153,4 @@ MUTATIONS = [
         "if bias is not None or not _of_integers(a, b):", "if not _of_integers(a, b):",
         ("capture/test_integer_products.py::test_operands_that_are_no_integers_are_left",),
     ),
-    Mutation(
-        "warps for all groups of a row", _ROWS,
-        "warps = cdiv(groups * rows, 8)", "warps = max(1, groups * rows // 8)",
-        (_ROWS_TEST + "test_rotation",),
-    ),
-    Mutation(
-        "rows that are too long for tensor cores", _ROWS,
-        "if of_rotating is not None:", "if True:",
-        (_ROWS_TEST + "test_rotation",),
-    ),
 ]

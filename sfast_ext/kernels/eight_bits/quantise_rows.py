@@ -97,36 +97,6 @@ def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
 
 SOURCE = nvrtc.Source("quantise_rows", _prepared, ("x", "out", "scales", "rows", "columns"))
 
-_WARPS, _MOST_WARPS = 4, 20
-"""Of a block of `ROTATING`: so many are wanted if they have as much to do, and so many at most."""
-_REGISTERS = 512
-"""Threads of a multiprocessor at most, if each has 128 registers; with shorter groups a thread needs fewer."""
-
-
-def rotating_constants(columns: int, dtype: torch.dtype, group: int) -> dict[str, int] | None:
-    """Compile-time parameters of csrc/rotate_rows.cu; None for rows that it does not take."""
-    groups = columns // group
-    found = []
-    for rows in (1, 2, 4, 8):
-        warps = cdiv(groups * rows, 8)
-        idle = 8 * warps - groups * rows
-        if warps <= _MOST_WARPS:
-            found.append((idle / (8 * warps), abs(warps - _WARPS), rows, warps))
-    if not found:
-        return None
-    _, _, rows, warps = min(found)
-    blocks = max(1, min(_REGISTERS * 256 // group, 1536) // (32 * warps))
-    return {"TYPE": cuda_tier.TYPES[dtype], "GROUP": group, "ROWS": rows, "WARPS": warps, "BLOCKS": min(blocks, 8)}
-
-
-def _prepared_rotating(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
-    *tensors, rows, columns = args
-    return [*tensors, ctypes.c_int(rows), ctypes.c_int(columns)], 32 * constants["WARPS"], 0
-
-
-ROTATING = nvrtc.Source("rotate_rows", _prepared_rotating, ("x", "out", "scales", "rows", "columns"), since=(8, 0))
-"""Rotates by tensor cores, which have products of bfloat16 from 8.0 on."""
-
 
 def accepts(x: Tensor, group: int = 0) -> str | None:
     """Why the kernel does not take x; None if it does."""
@@ -139,7 +109,7 @@ def accepts(x: Tensor, group: int = 0) -> str | None:
     return cuda_tier.accepts(SOURCE, x)
 
 
-@kernel(reference, portable=True, any_source=True, cuda_sources=(SOURCE, ROTATING))
+@kernel(reference, portable=True, cuda_sources=(SOURCE,))
 def launch(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
     """`reference` in one launch, with one read and one write: rows stay in registers.
 
@@ -153,14 +123,10 @@ def launch(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
         x, pack = x.clone(), PACK  # memory that begins at an odd place
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    source, given = SOURCE, constants(columns, pack, x.dtype, group)
-    if group and ROTATING.supported(x.device):
-        of_rotating = rotating_constants(columns, x.dtype, group)
-        if of_rotating is not None:
-            source, given = ROTATING, of_rotating
+    given = constants(columns, pack, x.dtype, group)
     require("rows that are too long" if given is None else None)
     assert given is not None
     if scale.numel():
         count = scale.numel()
-        launch_kernel(source, (cdiv(count, given["ROWS"]),), x, q, scale, count, columns, **given)
+        launch_kernel(SOURCE, (cdiv(count, given["ROWS"]),), x, q, scale, count, columns, **given)
     return q, scale

@@ -9,7 +9,7 @@ import torch
 
 from kernels.eight_bits.codes import same_codes
 from kernels.support import half_dtype, randn
-from sfast_ext.kernels.backend import nvrtc, registry
+from sfast_ext.kernels.backend import registry
 from sfast_ext.kernels.eight_bits import quantise_rows
 
 
@@ -20,7 +20,7 @@ def device(quantiser_device):
 
 SHAPES = [(320,), (1, 640), (5, 1280), (2, 3, 2560), (17, 40), (7, 30), (3, 77), (2, 1), (33, 8), (1, 10240), (9, 1288)]
 ROTATED = [(5, 320, 64), (3, 640, 128), (1, 1280, 256), (6, 2560, 256), (2, 5120, 128), (1, 10240, 256), (4, 64, 64)]
-ROTATED += [(3, 192, 64), (2, 384, 128), (5, 768, 256), (1, 1280, 64), (9, 1344, 64), (2, 10304, 64)]
+ROTATED += [(3, 192, 64), (2, 384, 128), (5, 768, 256), (1, 1280, 64)]
 
 
 @half_dtype
@@ -40,16 +40,6 @@ def test_rotation(device, dtype, rows, columns, group):
     rotated = x.cpu().double().unflatten(-1, (-1, group)) @ matrix
     # float32 adds up to 256 values
     same_codes(*quantise_rows.launch(x, group), rotated.flatten(-2), decided=1e-3, ulps=8)
-
-
-@pytest.mark.parametrize(("rows", "columns", "group"), [(5, 320, 64), (2, 5120, 128), (5, 768, 256)])
-def test_a_card_whose_tensor_cores_have_no_bfloat16(device, monkeypatch, rows, columns, group):
-    supported = nvrtc.Source.supported
-    monkeypatch.setattr(
-        nvrtc.Source, "supported", lambda source, on: source is not quantise_rows.ROTATING and supported(source, on)
-    )
-    assert quantise_rows.launch.supported(device, triton=False)
-    test_rotation(device, torch.bfloat16, rows, columns, group)
 
 
 def test_the_matrix_is_that_of_walsh_and_hadamard():
