@@ -3,7 +3,7 @@ an attention, with what a capture makes of it."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -40,6 +40,22 @@ HOMES = {
 SEEKERS = ("ldm.modules.diffusionmodules.openaimodel", "diffusers.models.attention_processor")
 # a module that registers operators is imported once in a process
 _loaded: dict[str, dict[str, ModuleType]] = {}
+
+
+def takes_its_place(name: str) -> bool:
+    """Whether a stand-in can be imported. Torch takes the operators of a library once: not if it is installed."""
+    return name in _loaded or importlib.util.find_spec(name) is None
+
+
+@contextmanager
+def hidden(name: str) -> Iterator[None]:
+    """An installed library that nothing has imported yet is not found within, so that its stand-in can be."""
+    found = sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        if found is None:
+            sys.modules.pop(name, None)
 
 
 @contextmanager

@@ -128,8 +128,13 @@ class OriginalLayouts:
         return record_again
 
     def forget(self) -> None:
-        """Forget the layouts of paths: new tensors in the module have the layout that the host chose."""
+        """Forget the layouts of paths, and of tensors with strides that the arena did not set: new tensors in the
+        module, and new data of these, have the layout that the host chose."""
         self._paths.clear()
+        for key, (held, (shape, strides), _) in list(self._moved.items()):
+            tensor = held()
+            if tensor.shape == shape and tensor.stride() != strides:
+                del self._moved[key]
 
 
 def is_channels_last(shape: Sequence[int], strides: Strides) -> bool:

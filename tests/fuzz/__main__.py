@@ -16,6 +16,7 @@ from typing import Any
 import eight_bit_kernels
 import pytest
 import torch
+from foreign import hidden
 from pretended_card import pretended_card
 
 from benchmarks import records
@@ -155,6 +156,8 @@ def main(given: Sequence[str] | None = None) -> int:
     soak = Soak(on)
     soak.described["without"] = [options.without] if options.without else []
     with contextlib.ExitStack() as stack:
+        if options.device != "cuda":
+            stack.enter_context(hidden("xformers"))
         if options.device == "pretended":
             stack.enter_context(pretended_card(stack.enter_context(pytest.MonkeyPatch.context()), PRETENDED_BYTES))
         if options.eight_bits and options.device != "cuda":

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from foreign import imported
+from foreign import imported, takes_its_place
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -152,7 +152,7 @@ def hook_on_all(w: World, rng: random.Random) -> None:
 def xformers_switched(w: World, rng: random.Random) -> None:
     """Attention by xformers, whose operators a capture knows nothing of; on and off."""
     factor = rng.choice(FACTORS)
-    if _off(w, XFORMERS) or w.ground.gpu:
+    if _off(w, XFORMERS) or w.ground.gpu or not takes_its_place("xformers"):
         # the stand-in computes on a CPU
         return
     stack = contextlib.ExitStack()

@@ -161,7 +161,14 @@ def _make_fx(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _export(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return torch.export.export(module, args, kwargs).module()(args[0] * 0.5, *args[1:], **kwargs)
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks
+    before = set(hooks)
+    try:
+        return torch.export.export(module, args, kwargs).module()(args[0] * 0.5, *args[1:], **kwargs)
+    finally:
+        # torch 2.11 leaves one if it raises, which then refuses the buffers of the module
+        for key in hooks.keys() - before:
+            del hooks[key]
 
 
 def _compiled(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:

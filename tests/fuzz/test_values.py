@@ -292,3 +292,15 @@ def test_all_of_it_at_random():
     # a failure names the command that plays it again; to make it short takes minutes
     settings = hypothesis.settings(SETTINGS, max_examples=2, stateful_step_count=25, phases=(Phase.generate,))
     run_state_machine_as_test(Machine, settings=settings)
+
+
+def test_an_export_that_fails_leaves_nothing(monkeypatch):
+    def fails(*_: object) -> None:
+        torch.nn.modules.module.register_module_buffer_registration_hook(lambda *_: None)
+        raise RuntimeError("not exported")
+
+    monkeypatch.setattr(torch.export, "export", fails)
+    before = dict(torch.nn.modules.module._global_buffer_registration_hooks)
+    with pytest.raises(RuntimeError, match="not exported"):
+        state_events._export(torch.nn.Identity(), (torch.ones(1),), {})
+    assert torch.nn.modules.module._global_buffer_registration_hooks == before

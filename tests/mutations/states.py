@@ -104,6 +104,16 @@ MUTATIONS = [
         ("weights/test_modes_of_the_caller.py::test_what_a_transform_wraps_is_not_plain",),
     ),
     Mutation(
+        "strides that a host chose before a release", "weights/original_layout.py",
+        "if tensor.shape == shape and tensor.stride() != strides:", "if False:",
+        ("weights/test_original_layout.py::test_what_a_release_keeps_of_a_tensor",),
+    ),
+    Mutation(
+        "data that is away at a release", "weights/original_layout.py",
+        "if tensor.shape == shape and tensor.stride() != strides:", "if tensor.stride() != strides:",
+        ("weights/test_original_layout.py::test_what_a_release_keeps_of_a_tensor",),
+    ),
+    Mutation(
         "weights that torch.func makes functional", "weights/original_layout.py",
         " and not torch._is_functional_tensor(tensor)", "",
         ("weights/test_modes_of_the_caller.py::test_a_transform_by_the_weights",),

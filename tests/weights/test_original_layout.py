@@ -52,6 +52,25 @@ def test_a_layout_that_the_arena_did_not_give_is_the_hosts(layouts):
     assert layouts.strides_of(parameter, ["weight"]) is None
 
 
+@pytest.mark.parametrize(
+    ("data", "kept"),
+    [
+        (lambda p: p.contiguous(), False),
+        (lambda p: torch.empty_strided((4, 6), (12, 2)).copy_(p), False),
+        (lambda p: p.clone(), True),
+        (lambda p: torch.empty(0), True),  # away
+        (lambda p: p[:2], True),
+    ],
+)
+def test_what_a_release_keeps_of_a_tensor(layouts, data, kept):
+    parameter = laid(layouts)
+    columns = parameter.data.clone()
+    parameter.data = data(parameter.data)
+    layouts.forget()
+    parameter.data = columns
+    assert layouts.strides_of(parameter, ["weight"]) == (ROWS if kept else None)
+
+
 def test_nothing_is_kept_alive(layouts):
     parameter = laid(layouts)
     gone = weakref.ref(parameter)
