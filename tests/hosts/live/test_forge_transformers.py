@@ -43,7 +43,7 @@ ROUND: Round = [
 ]
 # the same prompts, size and guidance
 SAME_PLANS = ["another seed", "LoRA", "LoRA, weaker", "two LoRAs", "LoRA gone"]
-KINDS = os.environ.get("SFAST_TRANSFORMERS", "lumina2 z-image anima").split()
+KINDS = os.environ.get("SFAST_TRANSFORMERS", "lumina2 z-image anima flux chroma").split()
 
 
 @pytest.fixture(scope="module", params=KINDS)
