@@ -1,6 +1,7 @@
-"""Transformers of full width and few layers in the real Forge Neo, with this checkout and without: images are compared.
+"""Transformers of few layers in the real Forge Neo, with this checkout and without: images are compared.
 
-It takes 8 GB of memory and 2 GB of disk, and on two cores ten minutes for each. SFAST_TRANSFORMERS names fewer of them.
+Those of full width take 8 GB of memory, 2 GB of disk, and on two cores ten minutes each, Flux and Chroma two.
+SFAST_TRANSFORMERS names fewer of them.
 """
 
 from __future__ import annotations
