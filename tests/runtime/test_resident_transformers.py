@@ -41,6 +41,7 @@ PIECES = re.compile(r"^layers\.0\.attn\.to_[qkv]")
 """Those of Lumina 2 that read what is written piece by piece."""
 LORA = re.compile(r"\.1\..*(to_q|qkv|w2|linear_2|to_out\.0|out|net\.2|to_add_out)\.weight$")
 C, HEADS = 64, 2
+HOOKS = Hooks(scratch=frozenset({"transformer_options"}))
 
 
 class Cast(nn.Linear):
@@ -128,8 +129,7 @@ class On:
             # the pretended GPU takes no table of the CPU
             tables = self.ours.rope_embedder
             tables.freqs_cis = [table.to("cuda") for table in tables.freqs_cis]
-        hooks = Hooks(scratch=frozenset({"transformer_options"}))
-        self.acc = accelerate(self.ours, config, hooks=hooks)
+        self.acc = accelerate(self.ours, config, hooks=HOOKS)
 
     def given(self, size: tuple[int, int], tokens: int) -> tuple[Any, dict[str, Any]]:
         t = 0.9 - 0.05 * (self.seed % 10)
