@@ -4,10 +4,15 @@ float32 with fewer layers.
 
     python -m benchmarks.transformers --model z-image,lumina2 --size 1024x1024,512x512 --compile
     python -m benchmarks.transformers --model z-image --size 1024x1024 --exact --eight-bits --as sm_80
+    python -m benchmarks.transformers --model z-image --size 1024x1024 --card 16
 
 With `--as` kernels are chosen as for another card, PyTorch's linear layers are `mma_gemm`, and its attention is
 FlashAttention 2 or, with a mask, the memory-efficient one, as cuBLAS and cuDNN have Hopper's instructions on an H200
 (benchmarks.ampere: `mma_gemm` takes as long as cuBLAS's kernels for Ampere).
+
+With `--card` the GPU passes for a small one (benchmarks.small_cards), on which 8 bits leave the half-precision weights
+in system memory. The ways are run one after the other: times and peaks are those of `STEPS` calls after the first two,
+of which one is compared with the model.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -30,13 +36,16 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
-from sfast_ext import Config, accelerate
+from benchmarks.small_cards.card import small_card
+from benchmarks.small_cards.hosts import held_mb
+from sfast_ext import Accelerator, Config, accelerate
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.linear import mma_choice, mma_gemm, mma_linear
+from sfast_ext.passes import eight_bits
 from sfast_ext.tools.lib import transformers, ways
 from sfast_ext.tools.lib.exact import without_tf32
 
-TOKENS = 77
+TOKENS, STEPS = 77, 20
 _DEPTHS = ("num_layers", "n_layers", "num_single_layers")
 _OF_AMPERE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -143,12 +152,16 @@ def relative(x: torch.Tensor, y: torch.Tensor) -> float:
     return float((x.double() - y.double()).norm() / y.double().norm())
 
 
+def fewer(name: str, layers: int | None) -> dict[str, int]:
+    """What makes a model of so many layers; None: of all."""
+    kind = transformers.random_transformer(f"tiny-{name.removeprefix('tiny-')}").config
+    return {each: layers for each in _DEPTHS if layers is not None and each in kind}
+
+
 @torch.no_grad()
 def errors(name: str, size: tuple[int, int], args: argparse.Namespace, device: torch.device) -> dict[str, float]:
     """Errors against float32, of a model of `args.layers` layers."""
-    kind = transformers.random_transformer(f"tiny-{name.removeprefix('tiny-')}").config
-    fewer = {each: args.layers for each in _DEPTHS if each in kind}
-    model = transformers.random_transformer(name, dtype=_DTYPES[args.dtype], device=device, **fewer)
+    model = transformers.random_transformer(name, dtype=_DTYPES[args.dtype], device=device, **fewer(name, args.layers))
     exact = nn.Module.to(copy.deepcopy(model), torch.float32)
     given = transformers.transformer_inputs(model, *size, tokens=TOKENS)
     wide, named = tree_map_only(torch.Tensor, lambda x: x.float() if x.is_floating_point() else x, given)
@@ -213,6 +226,71 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterat
     accelerator.release()
 
 
+@torch.no_grad()
+def on_card(name: str, args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """A row for each size, of a small card."""
+    model = transformers.random_transformer(name, dtype=_DTYPES[args.dtype], device=device, **fewer(name, args.depth))
+    gc.collect()
+    torch.cuda.empty_cache()
+    half = held_mb(model)
+    config = Config(drop_slower=False)
+    for width, height in args.sizes:
+        row: dict[str, Any] = {"model": name, "size": (width, height), "card": args.card, "weights_mb": half}
+        row["ways"] = {}
+        given, named = transformers.transformer_inputs(model, width, height, args.images, tokens=args.tokens)
+        with small_card(args.card):
+            for way, rounds in {"eager": None, "ours": False, "ours, 8 bits": True}.items():
+                accelerator = None if rounds is None else accelerate(model, replace(config, eight_bits=rounds))
+                row["ways"][way] = steps(functools.partial(model, *given, **named), model)
+                print(json.dumps({way: row["ways"][way]}), flush=True)
+                if accelerator is not None:
+                    row["ways"][way] |= told_of(accelerator)
+                    accelerator.release()
+                gc.collect()
+                torch.cuda.empty_cache()
+        row["equal"] = both_forms(model, config, given, named)
+        print(json.dumps(row), flush=True)
+        yield row
+
+
+def steps(call: Callable[[], Any], model: nn.Module) -> dict[str, Any]:
+    """What a way takes on a small card."""
+    found: dict[str, Any] = {"first_calls_s": []}
+    try:
+        found["first_calls_s"] += [round(first_call(call), 2) for _ in range(2)]
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        taken = sorted(1000 * first_call(call) for _ in range(STEPS))
+    except torch.cuda.OutOfMemoryError as exc:
+        return {**found, "out_of_memory": str(exc)[:200]}
+    found |= {"ms": round(taken[STEPS // 2], 2), "slowest_ms": round(taken[-1], 1), "held_mb": held_mb(model)}
+    found["allocated_mb"] = round(torch.cuda.max_memory_allocated() / 2**20)
+    return {**found, "reserved_mb": round(torch.cuda.max_memory_reserved() / 2**20)}
+
+
+def told_of(accelerator: Accelerator) -> dict[str, Any]:
+    """What is known of the plans of a way."""
+    report, told = accelerator.report.as_dict(), accelerator.status()["eight_bits"]
+    found = {"graphs": sum(plan.has_graph for plan in accelerator.plans.values()), "layers_in_8_bits": told["layers"]}
+    return {**found, **{name: report[name] for name in ("counters", "reasons", "last_error")}, "reason": told["reason"]}
+
+
+def both_forms(model: nn.Module, config: Config, given: Any, named: Any) -> dict[str, Any]:
+    """Whether a call gives the same bits in 8 bits with half-precision weights on the GPU and without. Both take all
+    layers, also those that are not faster so."""
+    results, layers, matches = [], [], eight_bits.matches
+    with (
+        mock.patch.object(eight_bits, "matches", lambda graph, few_too: matches(graph, few_too=True)),
+        mock.patch.object(eight_bits, "paying", lambda found, fused, device: found),
+    ):
+        for resident in (False, True):
+            accelerator = accelerate(model, replace(config, eight_bits=True, resident=resident))
+            results.append([transformers.result_of(model(*given, **named)).clone() for _ in range(4)][-1])
+            layers.append(accelerator.status()["eight_bits"]["layers"])
+            accelerator.release()
+    return {"layers": layers, "bits": torch.equal(*results), "error": relative(*results)}
+
+
 _TOLD = {"state", "error", "no_graph_reason", "fused", "memory_mb", "ms_before", "ms_after"}
 
 
@@ -229,6 +307,9 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--exact", action="store_true", help="the exact way next to 8 bits")
     parser.add_argument("--images", type=int, default=1)
     parser.add_argument("--as", dest="ampere", choices=["sm_80"], help="with kernels for another card")
+    parser.add_argument("--card", type=float, metavar="GIB", help="on a card of so many GiB")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the prompt, with --card (%(default)s)")
+    parser.add_argument("--depth", type=int, help="with --card, layers of the model; by default all")
     parser.add_argument("--profile", type=int, default=0, help="so many kernels of each way are named with their times")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(given)
@@ -236,11 +317,11 @@ def main(given: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: list[Any] = []
     for name in args.model.split(","):
-        if args.layers:
+        if args.layers and args.card is None:
             found.append({"model": name, "errors": errors(name, args.sizes[-1], args, device)})
             print(json.dumps(found[-1]), flush=True)
         with for_ampere() if args.ampere else contextlib.nullcontext():
-            for row in measure(name, args, device):
+            for row in (measure if args.card is None else on_card)(name, args, device):
                 found.append(row)
                 if args.json is not None:
                     args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -69,7 +69,7 @@ class Card(TorchDispatchMode):
         self.recording: CardGraph | None = None
         self.graph_bytes = 0
         # in a capture tensors are seen as they are; in a plan's graph "cpu" means the card
-        self.blind = self.in_plan = False
+        self.blind = self.in_plan = self.moving = False
         # a weak reference keeps the address of a storage from being given to another
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._bytes = 0
@@ -119,7 +119,20 @@ class Card(TorchDispatchMode):
         if device is None or device.type == self.device_of(tensor).type:
             form = {} if layout is None else {"memory_format": layout}
             return _to(tensor, dtype, copy=copy, **form)
-        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=layout)
+        was, self.moving = self.moving, True
+        try:
+            return torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=layout)
+        finally:
+            self.moving = was
+
+    def padded(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """`pad_sequence`, which fills a tensor of the device that torch's own code sees."""
+
+        def pad(sequences: Any, *args: Any) -> torch.Tensor:
+            found = function(sequences, *args)
+            return found.to(sequences[0].device) if type(found) is torch.Tensor else found
+
+        return pad
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.recording is None and func in VIEWS:
@@ -143,7 +156,8 @@ class Card(TorchDispatchMode):
         if mixed and func.overloadpacket.__name__ not in CROSSING:
             raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two in {func}")
         wanted = kwargs.get("device")
-        if wanted is None:
+        if wanted is None or func is torch.ops.aten._to_copy.default and not self.moving and not self.in_plan:
+            # torch's own code (`type_as`, `rms_norm`) names the device that it sees
             ours = here
         else:
             wanted = torch.device(wanted)
@@ -377,6 +391,7 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(torch.Tensor, "to", lambda tensor, *args, **kwargs: card.to(tensor, *args, **kwargs))
     patch.setattr(torch.Tensor, "cpu", lambda tensor, **kwargs: card.to(tensor, CPU, **kwargs))
     patch.setattr(torch.Tensor, "cuda", lambda tensor, device=GPU, **kwargs: card.to(tensor, device, **kwargs))
+    patch.setattr(torch._C._nn, "pad_sequence", card.padded(torch._C._nn.pad_sequence))
     patch.setattr(torch, "tensor", lambda data, *, device=None, **how: _tensor(data, **how).to(device or CPU))
     patch.setattr(host_order, "undisturbed", lambda: _as_it_is(card))
     # weights come in through pinned buffers, as on a real one, but for small models these are small

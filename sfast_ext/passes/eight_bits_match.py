@@ -10,7 +10,15 @@ from torch import fx
 
 from sfast_ext.kernels.eight_bits import gain
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
-from sfast_ext.kernels.pointwise import add_layer_norm, gated_norm, geglu, layer_norm, modulated_norm, swiglu
+from sfast_ext.kernels.pointwise import (
+    add_layer_norm,
+    gated_norm,
+    geglu,
+    layer_norm,
+    modulated_norm,
+    norm_rotary,
+    swiglu,
+)
 
 from .attention import ATTENTION
 from .cleanup import PERMUTE
@@ -46,6 +54,8 @@ _PRODUCTS = LINEAR | {linear_geglu.launch, linear_accumulate.launch}
 _VIEWS = RESHAPE | PERMUTE | overloads("transpose.int", "contiguous")
 _PARTS = overloads("slice.Tensor", "split_with_sizes", "split.sizes")
 _CAT = overloads("cat")
+_HEADS = frozenset({norm_rotary.launch})
+"""Kernels between the product that makes keys and the attention that reads them."""
 _GATED = frozenset({geglu.launch, linear_geglu.launch, swiglu.launch}) | overloads("gelu")
 
 
@@ -127,7 +137,7 @@ def is_of_prompt(product: fx.Node, pinned: set[fx.Node]) -> bool:
     while waiting:
         node = waiting.pop()
         for user in node.users:
-            if is_op(user, _VIEWS | _PARTS) or is_part(user):
+            if is_op(user, _VIEWS | _PARTS) or is_part(user) or (is_op(user, _HEADS) and node is user.args[0]):
                 waiting.append(user)
             elif not is_op(user, ATTENTION) or node is user.args[0] or node not in user.args[1:3]:
                 return False

@@ -62,6 +62,11 @@ MUTATIONS = [
         _LEFT_ALONE,
     ),
     Mutation(
+        "keys of the prompt that are normed", _MATCH,
+        " or (is_op(user, _HEADS) and node is user.args[0]):", ":",
+        ("runtime/test_resident_transformers.py::test_the_life_of_a_transformer[anima]",),
+    ),
+    Mutation(
         "weights that are computed", _MATCH,
         "if not is_weight(weight) or len(size) != 2", "if len(size) != 2", _LEFT_ALONE,
     ),

@@ -13,8 +13,11 @@ import eight_bit_kernels
 import pytest
 import torch
 from pairs import one_of
+from passes.diffusion_transformers import available
 from pretended_card import GPU, Card, apart, pretended_card, small_reserves
+from small_transformers import inputs
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from hosts.standins.sdnext import Host, diffusers, hosted, network
 from sfast_ext import accelerator_of
@@ -22,7 +25,7 @@ from sfast_ext.hosts import system_memory
 from sfast_ext.kernels.backend import health
 from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.runtime.verify import relative_error
-from sfast_ext.tools.lib import models
+from sfast_ext.tools.lib import models, transformers
 from sfast_ext.weights import digest
 from sfast_ext.weights import resident as weights_resident
 
@@ -58,6 +61,11 @@ class Other(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)
+
+
+def away(network: Any) -> int:
+    """How many parameters are in system memory while the network is on the GPU."""
+    return sum(p.device.type == "cpu" for p in network.parameters()) if network.device.type == "cuda" else 0
 
 
 class Running:
@@ -106,7 +114,7 @@ class Running:
     @property
     def away(self) -> int:
         """How many parameters are in system memory while the UNet is on the GPU."""
-        return sum(p.device.type == "cpu" for p in self.unet.parameters()) if self.unet.device.type == "cuda" else 0
+        return away(self.unet)
 
     def counter(self, name: str) -> int:
         return int(self.host.session.report.counter(name))
@@ -187,3 +195,61 @@ def test_off_on_and_another_checkpoint(on: Running) -> None:
         on.load(seed + 1)
     on.host.opts.sfast_enabled = False
     assert on.picture() < 1e-3 and on.away == 0 and on.counter("errors") == 0
+
+
+@functools.lru_cache(maxsize=None)
+def _transformer() -> Any:
+    wide = {"dim": 192, "n_heads": 6, "n_kv_heads": 6, "axes_dims": [8, 12, 12], "cap_feat_dim": 64}
+    return transformers.random_transformer("tiny-z-image", dtype=HALF, **wide)
+
+
+TRANSFORMER_SIZE = sum(p.nbytes for p in _transformer().parameters()) if transformers.available("z-image") else 0
+
+
+@pytest.mark.skipif(not TRANSFORMER_SIZE, reason="diffusers without Z-Image")
+@pytest.mark.parametrize("on", [(1.9 * TRANSFORMER_SIZE / SIZE, "july")], indirect=True)
+def test_a_transformer(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    available(monkeypatch)
+    small_reserves(monkeypatch, TRANSFORMER_SIZE)
+    ours, twin = models.copied(_transformer()), models.copied(_transformer())
+    pipe = SimpleNamespace(
+        transformer=ours, text_encoder=copy.deepcopy(on.encoder), sd_checkpoint_info=SimpleNamespace(name="z-image")
+    )
+    on.host.sd_models.reload_model_weights(lambda: pipe)
+    lora, cpu = on.host.processing.lora, torch.device("cpu")
+    network = {
+        name: 0.2 * torch.randn(module.weight.shape) for name, module in ours.named_modules()
+        if name.endswith(("to_q", "to_out.0", "w2"))
+    }  # fmt: skip
+
+    def picture(multiplier: float = 0.0, size: tuple[int, int] = (8, 8)) -> float:
+        on.host.script_callbacks.fire("before_process", SimpleNamespace())
+        on.host.sd_offload.apply_balanced_offload(pipe)
+        lora.network_activate(ours, network, multiplier)
+        on.devices.device = cpu
+        lora.network_activate(twin, network, multiplier)
+        on.devices.device = GPU
+        errors = []
+        with torch.no_grad():
+            pipe.text_encoder(torch.randn(2, 7, 64).to(GPU, HALF))
+            on.host.shared.state.begin("Inference")
+            for step in range(4):
+                with apart():
+                    args, kwargs = inputs(twin, size, (5,), timestep=0.9 - 0.2 * step, seed=step)
+                    wanted = transformers.result_of(twin(*args, **kwargs))
+                args, kwargs = tree_map_only(torch.Tensor, lambda x: x.to(GPU), (args, kwargs))
+                found = transformers.result_of(ours(*args, **kwargs))
+                errors.append(relative_error([found.cpu()], [wanted]))
+        assert not on.card.faults
+        return max(errors)
+
+    for _ in range(2):
+        assert picture() < 0.06
+    assert away(ours) == 28 and on.counter("replays") > 3, on.host.reasons()
+    for multiplier in (1.0, -1.0, 0.0):
+        assert picture(multiplier) < 0.1 and picture(multiplier) < 0.1
+        assert away(ours) == 28
+    assert picture(size=(8, 12)) < 0.06 and on.counter("captures") == 2 and on.counter("errors") == 0
+    on.host.opts.sfast_eight_bits = False
+    assert picture() < 0.02 and away(ours) == 0
+    assert accelerator_of(ours).status()["eight_bits"]["bytes"] == 0

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from quantised_layer import Layer
 from small_transformers import KINDS, inputs, transformer
 from torch import nn
 
 from hosts.standins import forge as standin
 from hosts.standins.forge_transformer import NextDiT
-from hosts.standins.sdnext import Host, hosted
+from hosts.standins.sdnext import HAS_GROUPS, Host, hosted
 from sfast_ext.accelerator import accelerator_of
 from sfast_ext.hosts.forge import adapter as forge
 from sfast_ext.tools.lib import transformers
 
 TOLERANCE = 1e-5
+needs_groups = pytest.mark.skipif(not HAS_GROUPS, reason="diffusers without offload by groups")
 
 
 @pytest.fixture
@@ -93,6 +95,31 @@ def test_sdnext_names_what_quantised_a_transformer(sdnext: Host) -> None:
     sdnext.modeldata.model_data.sd_model = pipe
     sdnext.session.follow()
     assert "quanto" in sdnext.reasons() and accelerator_of(pipe.transformer) is None
+
+
+@needs_groups
+def test_sdnext_that_streams_a_transformer_runs_it_itself(sdnext: Host) -> None:
+    sdnext.opts.diffusers_offload_mode = "group"
+    sdnext.sd_models.load_model(pipeline(KINDS[0]))
+    twin = transformer(KINDS[0])
+    assert close(image(sdnext), predicted(twin)) and "offload mode 'group'" in sdnext.reasons()
+    assert not sdnext.status()["accelerators"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_sdnext_runs_known_layers_of_sdnq_in_a_transformer(sdnext: Host, known: bool) -> None:
+    pipes = [pipeline(KINDS[0]) for _ in range(2)]
+    for pipe in pipes:
+        torch.manual_seed(3)
+        layer = Layer(192, 48, bias=False, dtype=torch.float32)
+        if not known:
+            layer.sdnq_dequantizer = SimpleNamespace(**{**vars(layer.sdnq_dequantizer), "use_hadamard": True})
+        pipe.transformer.layers[0].feed_forward.linear_2 = layer
+    sdnext.sd_models.load_model(pipes[0])
+    for _ in range(2):
+        assert close(image(sdnext), predicted(pipes[1].transformer))
+    assert (sdnext.runs() > 0) == known, sdnext.reasons()
+    assert known or "SDNQ" in sdnext.reasons()
 
 
 def test_sdnext_follows_a_lora_in_layers_of_diffusers(sdnext: Host) -> None:

@@ -1,6 +1,7 @@
-"""Transformers of full width and few layers in the real Forge Neo, with this checkout and without: images are compared.
+"""Transformers of few layers in the real Forge Neo, with this checkout and without: images are compared.
 
-It takes 8 GB of memory and 2 GB of disk, and on two cores ten minutes for each. SFAST_TRANSFORMERS names fewer of them.
+Those of full width take 8 GB of memory, 2 GB of disk, and on two cores ten minutes each, Flux and Chroma two.
+SFAST_TRANSFORMERS names fewer of them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ROUND: Round = [
 ]
 # the same prompts, size and guidance
 SAME_PLANS = ["another seed", "LoRA", "LoRA, weaker", "two LoRAs", "LoRA gone"]
-KINDS = os.environ.get("SFAST_TRANSFORMERS", "lumina2 z-image anima").split()
+KINDS = os.environ.get("SFAST_TRANSFORMERS", "lumina2 z-image anima flux chroma").split()
 
 
 @pytest.fixture(scope="module", params=KINDS)

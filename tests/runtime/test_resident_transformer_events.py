@@ -1,0 +1,140 @@
+"""Random events of transformers whose half-precision weights are in system memory: whatever happens, a call gives what
+its twin gives."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+from pretended_card import GPU, Card, apart
+from small_transformers import KINDS
+from torch import nn
+
+from sfast_ext import accelerate
+from sfast_ext.plans.graph_pool import pool_of
+
+from .test_resident import CARD, OFF, card, kernels  # noqa: F401
+from .test_resident_transformers import HOOKS, On, fused  # noqa: F401
+
+EVENTS = 14
+FIRST, SEEDS = (int(os.environ.get(name, default)) for name, default in (("SEED", "0"), ("SEEDS", "2")))
+"""More of them: SEED=100 SEEDS=40 python -m pytest runtime/test_resident_transformer_events.py"""
+NETWORKS = ("forge", *KINDS)
+WAYS: dict[str, Callable[[nn.Module, str], object]] = {
+    "in place": lambda m, name: getattr(m, name).neg_(),
+    "rows": lambda m, name: getattr(m, name)[::3].neg_(),
+    "data": lambda m, name: setattr(getattr(m, name), "data", -getattr(m, name).data),
+    "uncounted": lambda m, name: getattr(m, name).data.neg_(),
+    "object": lambda m, name: setattr(m, name, nn.Parameter(-getattr(m, name).detach(), requires_grad=False)),
+}
+
+
+class Life(On):
+    """A transformer, its twin, and what happens to them."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        super().__init__(kind)
+        self.rng, self.size, self.tokens = random.Random(seed), (8, 8), 5
+        self.layers = sorted(self.leaving())
+        self.others = sorted({name for name, _ in self.twin.named_parameters()} - set(self.layers))
+        self.done: list[str] = []
+        self.hook: object = None
+
+    def step(self) -> None:
+        name = self.rng.choice(list(EVENTS_BY_NAME))
+        self.done.append(name)
+        EVENTS_BY_NAME[name](self)
+        for _ in range(self.rng.randint(1, 3)):
+            error = self.error(self.size, self.tokens)
+            exact = self.acc.config.eight_bits is False or self.hook is not None
+            assert error < (0.02 if exact else 0.09), (error, self.done, self.words())
+
+    def change(self) -> None:
+        how = self.rng.choice(list(WAYS))
+        names = self.rng.sample(self.layers, 3) + self.rng.sample(self.others, 2)
+        self.done[-1] += f" {how} {names}"
+        for path in names:
+            home, _, name = path.rpartition(".")
+            WAYS[how](self.ours.get_submodule(home), name)
+            with apart():
+                WAYS[how](self.twin.get_submodule(home), name)
+        if how == "uncounted":
+            self.acc.new_generation()
+
+    def leave(self) -> None:
+        self.ours.to("cpu")
+        if self.rng.random() < 0.5:
+            self.acc.give_memory_back()
+        if self.rng.random() < 0.4:
+            self.change()
+        if self.rng.random() < 0.6:
+            with self.acc.keeping_aside(GPU):
+                if self.rng.random() < 0.5:
+                    self.acc.fetch_weights()
+                self.ours.to("cuda")
+        else:
+            self.ours.to("cuda")
+
+    def bypass(self) -> None:
+        if self.hook is None:
+            layer = self.ours.get_submodule(self.rng.choice(self.layers).removesuffix(".weight"))
+            self.hook = layer.register_forward_hook(lambda module, given, result: result)
+        else:
+            self.hook.remove()  # type: ignore[attr-defined]
+            self.hook = None
+
+    def again(self) -> None:
+        config = self.acc.config
+        self.acc.release()
+        assert not self.away() and not self.acc.arena.resident
+        self.acc = accelerate(self.ours, config, hooks=HOOKS)
+
+    def other_size(self) -> None:
+        self.size, self.tokens = self.rng.choice([(8, 8), (8, 12), (12, 8)]), self.rng.choice([5, 7])
+
+    def switch(self) -> None:
+        self.acc.configure(OFF if self.acc.config.eight_bits else CARD)
+        assert self.acc.config.eight_bits or not self.away()
+
+    def lend(self) -> None:
+        path = self.rng.choice(self.layers).removesuffix(".weight")
+        layer = self.ours.get_submodule(path)
+        with self.acc.on_gpu(layer):
+            assert layer.weight.is_cuda
+            layer.weight.neg_()
+        with apart():
+            self.twin.get_submodule(path).weight.neg_()
+
+    def short(self) -> None:
+        pool_of(GPU).make_room(self.acc.report)
+
+    def generation(self) -> None:
+        self.acc.new_generation()
+
+
+EVENTS_BY_NAME: dict[str, Callable[[Life], None]] = {
+    "a change": Life.change,
+    "another change": Life.change,
+    "it leaves the GPU and comes back": Life.leave,
+    "a bypass begins or ends": Life.bypass,
+    "released and accelerated again": Life.again,
+    "another size": Life.other_size,
+    "8 bits off or on": Life.switch,
+    "a layer is lent": Life.lend,
+    "memory is short": Life.short,
+    "a generation begins": Life.generation,
+}
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
+def test_random_events(card: Card, seed: int) -> None:  # noqa: F811
+    life = Life(NETWORKS[seed % len(NETWORKS)], seed)
+    for _ in range(2):
+        assert life.error(life.size, life.tokens) < 0.07
+    for _ in range(EVENTS):
+        life.step()
+    assert life.count("errors") == 0, life.acc.report.as_dict()["last_error"]
+    life.acc.release()
+    assert not life.away() and not life.acc.arena.resident
