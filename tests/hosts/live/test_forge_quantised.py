@@ -1,5 +1,5 @@
-"""Checkpoints of 8 bits in the real Forge Neo: their calls are bypassed, the reason names the format, and images are
-those without the extension, with LoRAs too."""
+"""Checkpoints of 8 bits in the real Forge Neo: they are accelerated, and images are those without the extension, with
+LoRAs too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from .a1111 import (
     Round,
     accelerated,
     apart,
-    bypassed,
     equal_to_stock,
     make_data,
     told,
@@ -105,8 +104,8 @@ test_image_equals_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 @pytest.mark.parametrize("name", [name for name in pictures_of(ROUND) if name != "one"])
-def test_the_reason_names_the_format(played: Played, name: str) -> None:
-    bypassed(played, name, f"the model is quantised ({FORMATS[name.partition(',')[0]]})")
+def test_is_accelerated(played: Played, name: str) -> None:
+    accelerated(played, name)
 
 
 def test_a_model_in_half_precision_is_accelerated_after_them(played: Played) -> None:
