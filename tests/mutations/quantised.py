@@ -40,7 +40,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a layout that is not known", _INNER,
-        "_LAYOUTS.get(layout), fields", "_LAYOUTS.get(layout, _COMMON), fields",
+        "_LAYOUTS.get(layout), fields", "_LAYOUTS[next(iter(_LAYOUTS))], fields",
         (_INNER_TEST + "a_format_that_is_not_known_is_bypassed_and_named[layout]",),
     ),
     Mutation(
