@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -65,6 +65,7 @@ class RealTensors(TorchFunctionMode):
         path_of: the path of a weight; None for another tensor.
         made: takes references to the fake tensors that the forward gets.
         values: computes what follows from arguments whose content is part of the key; None if there are none.
+        inner: the ids of the tensors that weights are made of.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class RealTensors(TorchFunctionMode):
         path_of: Callable[[torch.Tensor], str | None],
         made: list[weakref.ref[FakeTensor]],
         values: KnownValues | None = None,
+        inner: Container[int] = (),
     ) -> None:
         super().__init__()
+        self.inner = inner
         self._path_of, self._made, self._values = path_of, made, values
         self._tracer: Any = None
         self._inside = 0  # of torch's own bookkeeping

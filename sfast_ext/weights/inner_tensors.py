@@ -106,6 +106,27 @@ def all_within(module: nn.Module) -> Iterator[InnerTensors]:
     yield from list(_known.get(module, {}).values())
 
 
+def form_of(container: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The form of the weight that this is a slot of; None for the dictionary of a module."""
+    return container.form if isinstance(container, InnerTensors) else None
+
+
+def inner_of(module: nn.Module) -> dict[str, InnerTensors]:
+    """Those of all weights of a module and its parts, by the path of the weight."""
+    found = {}
+    for prefix, part in module.named_modules():
+        for name, value in part._parameters.items():
+            if is_made_of_others(value) and (inner := inner_tensors(part, part._parameters, name)) is not None:
+                found[f"{prefix}.{name}" if prefix else name] = inner
+    return found
+
+
+def ids_within(root: nn.Module | None) -> frozenset[int]:
+    """The ids of the tensors that weights of a module are made of."""
+    inner = {} if root is None else inner_of(root)
+    return frozenset(id(tensor) for each in inner.values() for tensor in each.values())
+
+
 def is_made_of_others(value: Any) -> bool:
     """Whether a tensor is of a class whose operations are those of the tensors that it is made of."""
     kind = type(value)

@@ -39,6 +39,16 @@ MUTATIONS = [
         (_INNER_TEST + "another_form_is_captured_anew[a field]",),
     ),
     Mutation(
+        "a model with weights of another form", "weights/arena.py",
+        "if form_of(container) != form_of(w.slots[0][0])", "if False",
+        (_INNER_TEST + "plans_move_to_a_model_of_the_same_form_alone[False]",),
+    ),
+    Mutation(
+        "a block with weights of another form", "capture/block_reuse.py",
+        "self._code), weights, forms", "self._code), weights",
+        ("capture/test_block_reuse.py::test_a_field_makes_another_form",),
+    ),
+    Mutation(
         "a layout that is not known", _INNER,
         "_LAYOUTS.get(layout), fields", "_LAYOUTS[next(iter(_LAYOUTS))], fields",
         (_INNER_TEST + "a_format_that_is_not_known_is_bypassed_and_named[layout]",),

@@ -254,6 +254,21 @@ def test_a_class_of_another_name_is_bypassed():
     on.accelerator.release()
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_plans_move_to_a_model_of_the_same_form_alone(run, same):
+    on = run()
+    model, arena = Net(), on.accelerator.arena
+    if not same:
+        convrot(model)
+    # the previous model leaves the memory of the plans
+    for container, name in places_of(on.net).values():
+        container[name].data = container[name].clone()
+    assert arena.move_to(model) is same
+    if same:
+        arena.sync()
+        assert arena.locate(model.first.weight._qdata) is not None
+
+
 # --- InnerTensors ---
 
 
