@@ -12,7 +12,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/python" -m pip install -q --disable-pip-version-check torch==2.13.0 numpy==2.2.6 comfy-kitchen==0.2.19
+"$folder/venv/bin/python" -m pip install -q --disable-pip-version-check torch==2.13.0 numpy==2.2.6 comfy-kitchen==0.2.19 packaging==25.0
 "$folder/venv/bin/python" - <<'PYTHON'
 import torch
 from comfy_kitchen.backends.eager.quantization import quantize_int8_rowwise
