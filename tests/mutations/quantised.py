@@ -38,6 +38,22 @@ MUTATIONS = [
         "found is None or found[1] != self.form", "found is None",
         (_INNER_TEST + "another_form_is_captured_anew[a field]",),
     ),
+    *(
+        Mutation(
+            f"what rounded inputs explain: {what}", "runtime/verify.py",
+            source, mutant,
+            (f"runtime/test_rounded_inputs.py::test_any_other_is_dropped[{test}]",),
+        )
+        for what, source, mutant, test in (
+            ("of such products", "plan.rounds_inputs and not error <= most", "not error <= most", "0.04-options0"),
+            ("if it is measured", "if math.isfinite(moved) else 0.0", "if moved else 0.0", "0.04-options2"),
+        )
+    ),
+    Mutation(
+        "weights that are widened before a product", "plans/graph_facts.py",
+        "elif not following.isdisjoint(given):", "else:",
+        ("runtime/test_rounded_inputs.py::test_products_with_weights_that_are_widened_first_do_not",),
+    ),
     Mutation(
         "a model with weights of another form", "weights/arena.py",
         "if form_of(container) != form_of(w.slots[0][0])", "if False",
