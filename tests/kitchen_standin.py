@@ -117,6 +117,16 @@ class Layer(nn.Linear):
         if layout is not None:
             self.weight = quantised(self.weight.detach(), layout, **fields)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Layer:
+        """A new weight each time, as Forge Neo's make."""
+        for name, value in self._parameters.items():
+            if isinstance(value, QuantizedTensor):
+                moved = value.like(fn(value._qdata), scale=fn(value._params.scale).clone())
+                self.register_parameter(name, nn.Parameter(moved, requires_grad=False))
+            elif value is not None:
+                self.register_parameter(name, nn.Parameter(fn(value), requires_grad=False))
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight.to(dtype=x.dtype), self.bias)
 
