@@ -23,6 +23,7 @@ from sfast_ext.behaviour.forward_slot import AcceleratedForward, is_own_forward
 from sfast_ext.behaviour.structure import KnownCode, structure
 from sfast_ext.capture.interception import intercepted
 from sfast_ext.environment import TORCH
+from sfast_ext.weights.inner_tensors import inner_of
 
 try:
     from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_slot, set_proxy_slot
@@ -149,7 +150,8 @@ class _BlockReuser:
             for name, tensor in held.items()
             if tensor is not None
         )
-        return structure(module, self._ignored, self._code), weights
+        forms = tuple((path, inner.form, *map(_metadata, inner.values())) for path, inner in inner_of(module).items())
+        return structure(module, self._ignored, self._code), weights, forms
 
 
 def _described(leaves: list[Any]) -> Hashable:
@@ -185,6 +187,7 @@ def _recording(
     """The nodes of a call, which follow `last`. None if they cannot be copied: they read other values than arguments
     and weights, write to a value, or return one that is not their own."""
     names = {id(p): name for name, p in module.named_parameters()}
+    names.update((id(tensor), path) for path, tensor in _inner(module).items())
     nodes, weights = [], {}
     node = last.next
     while node.op != "root":
@@ -213,6 +216,11 @@ def _recording(
     return _Recording(nodes, weights, arguments, found, tree)
 
 
+def _inner(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that weights of the module are made of, by path."""
+    return {f"{path}.{name}": tensor for path, inner in inner_of(module).items() for name, tensor in inner.items()}
+
+
 def _writes(target: Any) -> bool:
     return bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
 
@@ -220,13 +228,14 @@ def _writes(target: Any) -> bool:
 def _copy(known: _Recording, module: nn.Module, tracer: Any, arguments: list[fx.Node]) -> Any:
     try:
         mapped = dict(zip(known.arguments, arguments))
+        inner = _inner(module)
         for node in known.nodes:
             name = known.weights.get(node)
             if name is None:
                 mapped[node] = copied = tracer.graph.node_copy(node, mapped.__getitem__)
                 copied.meta[_COPIED] = True
             else:
-                mapped[node] = tracer.create_arg(module.get_parameter(name))
+                mapped[node] = tracer.create_arg(inner[name] if name in inner else module.get_parameter(name))
         results = []
         for node, like in known.outputs:
             with unrecorded():

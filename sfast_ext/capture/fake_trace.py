@@ -28,6 +28,7 @@ from sfast_ext.capture.interception import intercepted
 from sfast_ext.capture.known_values import KnownValues
 from sfast_ext.capture.real_tensors import LIFTS, READS, RealTensors
 from sfast_ext.report import breathe, logger
+from sfast_ext.weights.inner_tensors import ids_within
 
 try:
     from torch._subclasses.fake_tensor import in_kernel_invocation_manager as _as_meta
@@ -77,7 +78,7 @@ def record(
 
     def real() -> RealTensors:
         values = None if known is None else KnownValues(inputs, known)
-        return RealTensors(path_of, [] if made is None else made, values)
+        return RealTensors(path_of, [] if made is None else made, values, ids_within(root))
 
     try:
         return _record(function, inputs, root, ignored, real(), quick=True)
@@ -372,16 +373,17 @@ def _tracer(frame: FrameType | None) -> fx.Tracer | None:
 
 
 def _name_weights(tracer: fx.Tracer, mode: _MemoFakeMode | None) -> None:
-    """Let the tracer find a parameter by identity. By itself it searches all parameters seen so far."""
-    names: dict[int, tuple[str, Parameter]] = {}
+    """Let the tracer find a weight by identity. By itself it searches all parameters seen so far."""
+    names: dict[int, tuple[str, torch.Tensor]] = {}
     create_arg = tracer.create_arg
+    real = None if mode is None else mode.real
 
     def quick(a: Any) -> Any:
-        if type(a) is not Parameter:
+        if type(a) is not Parameter and (real is None or id(a) not in real.inner):
             return create_arg(a)
         # the reference keeps the id from being reused
         name, _ = names.get(id(a)) or names.setdefault(id(a), (_fresh(tracer.root, len(names)), a))
-        if name not in tracer.root._parameters:
+        if name not in tracer.root._parameters and name not in tracer.root.__dict__:
             setattr(tracer.root, name, a)
         if mode is None:
             return tracer.create_node("get_attr", name, (), {})

@@ -129,8 +129,10 @@ def _contains(value: Any, read: Any, depth: int = 0) -> bool:
         return True
     if depth == _MAX_DEPTH or type(value).__module__.startswith("torch.nn"):
         return False
-    inner = (each for each in getattr(value, "__dict__", {}).values() if isinstance(each, torch.Tensor))
-    return any(_contains(each, read, depth + 1) for each in inner)
+    held = list(getattr(value, "__dict__", {}).values())
+    # scales may be in an object of parameters
+    held += [each for other in held for each in getattr(other, "__dict__", {}).values()]
+    return any(_contains(each, read, depth + 1) for each in held if isinstance(each, torch.Tensor))
 
 
 def _looks_like(value: Any, read: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from sfast_ext import reasons
 from sfast_ext.call_signature import NotOurs
 from sfast_ext.capture.known_values import KnownValues, real_value
+from sfast_ext.weights.inner_tensors import is_made_of_others
 
 try:
     from torch._ops import _get_dispatch_mode_pre_dispatch
@@ -64,6 +65,7 @@ class RealTensors(TorchFunctionMode):
         path_of: the path of a weight; None for another tensor.
         made: takes references to the fake tensors that the forward gets.
         values: computes what follows from arguments whose content is part of the key; None if there are none.
+        inner: the ids of the tensors that weights are made of.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class RealTensors(TorchFunctionMode):
         path_of: Callable[[torch.Tensor], str | None],
         made: list[weakref.ref[FakeTensor]],
         values: KnownValues | None = None,
+        inner: Container[int] = (),
     ) -> None:
         super().__init__()
+        self.inner = inner
         self._path_of, self._made, self._values = path_of, made, values
         self._tracer: Any = None
         self._inside = 0  # of torch's own bookkeeping
@@ -193,12 +197,23 @@ class OperationGuard:
             result = self._original(func, types, args, kwargs)
         finally:
             real._inside -= 1
+        if result is NotImplemented:
+            return self._of_class(func, args, kwargs)
         if func not in LIFTS:
             # torch computes what follows from literals and real tensors alone
             slot = self._tracker.get(result) if type(result) is FakeTensor else None
             if slot is not None and slot.constant is not None and real_tensor_in((args, kwargs)) is not None:
                 slot.constant = None
         return result
+
+    def _of_class(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What a class makes of an operation on one of its tensors: operations on those that it is made of, which are
+        recorded. Torch asks classes only after autograd, and the recording mode stands before it."""
+        kind = next((type(x) for x in _leaves((args, kwargs)) if is_made_of_others(x)), None)
+        if kind is None:
+            return NotImplemented
+        with self._original.__self__:
+            return kind.__torch_dispatch__(func, (kind,), args, kwargs)
 
 
 def value_read(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -211,6 +226,15 @@ def value_read(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | N
     data = args[1:] if func is torch.Tensor.new_tensor else args
     first = data[0] if data else kwargs.get("data", kwargs.get("obj"))
     return None if isinstance(first, torch.Tensor) else real_tensor_in(first)
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    items = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else None
+    if items is None:
+        yield x
+    else:
+        for item in items:
+            yield from _leaves(item)
 
 
 def real_tensor_in(x: Any) -> torch.Tensor | None:

@@ -2,8 +2,9 @@
 
 The forward of such a layer quantises the rows of its input, multiplies integers and applies the scales, each an
 operation that reads and writes whole tensors. SDNQ (0.2, `int8` weights with quantised products, no group of columns)
-computes what `quantise_rows` and `linear8` compute, to the bit of the codes and of the sums: symmetric, a scale for
-each row of the input and of the weight, in float32. Other formats keep the operations that the library runs.
+computes what `quantise_rows` and `linear8` compute: symmetric, a scale for each row of the input and of the weight, in
+float32; sums are the same, and codes but for one of 5,000, near the middle of two. Other formats keep the operations
+that the library runs: those of comfy_kitchen round the scale and the quotient to the dtype of the input.
 """
 
 from __future__ import annotations

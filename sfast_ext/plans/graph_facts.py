@@ -117,6 +117,24 @@ def _bytes(val: Any) -> int:
     return val.numel() * val.element_size() if isinstance(val, torch.Tensor) else 0
 
 
+_NARROW = {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def rounds_inputs(graph: fx.Graph) -> bool:
+    """Whether products of a graph read 8 bits and what follows from an input. They round that input, here or in an
+    operation of a library, so two correct results differ by more than one that keeps the bits of half precision."""
+    following: set[fx.Node] = set()
+    for node in graph.nodes:
+        given = node.all_input_nodes
+        if node.op == "placeholder":
+            following.add(node)
+        elif not following.isdisjoint(given):
+            following.add(node)
+            if node.op == "call_function" and any(getattr(x.meta.get("val"), "dtype", None) in _NARROW for x in given):
+                return True
+    return False
+
+
 def operation_counts(graph: fx.Graph) -> dict[str, int]:
     """The number of occurrences of each operation by name, the most frequent first."""
     names = (operation_name(node.target) for node in graph.nodes if node.op == "call_function")

@@ -96,7 +96,10 @@ class Plan:
         self._operations, self._digest = operation_counts(graph_module.graph), digest(graph_module)
         self.edits: tuple[Any, ...] = ()
         """What a call does to lists and dictionaries among its arguments, see `capture.arguments`."""
+        self.rounds_inputs = graph_facts.rounds_inputs(graph_module.graph)
+        """Whether the original's own products round their inputs to 8 bits."""
         self.weights, self.banks = bind_attributes(graph_module)
+        self.rounds_inputs = self.rounds_inputs and not self.banks
         self._copied = [(each.tensor, each.source) for each in self.weights if each.source is not None]
         self._graph_module = graph_module
         self._triton = triton

@@ -47,6 +47,9 @@ MAX_OF_KNOWN = 1.5
 """Other inputs may round a little worse than those of a plan that was found to differ by rounding: by so much."""
 MAX_NOISE = 1.25
 """Of what rounding to fewer bits moves a result by: correct plans are 0.05 to 0.7 of it away (docs/measurements.md)."""
+MAX_OF_ROUNDED_INPUTS = 8
+"""Times the tolerance: products that round their inputs to 8 bits make so much of a last bit, see `Plan.rounds_inputs`.
+Seen are 0.02 to 0.09."""
 BUDGET = 2.0
 """Times the tolerance: so far from the original a plan with 8-bit integers may be. Each product is about 1 % off.
 Errors of layers are independent, and the residual stream adds what they make to what is exact."""
@@ -175,6 +178,8 @@ class Comparison:
         error, known = max(errors, default=0.0), plan.rounding_error
         # how far bfloat16 moves this plan's results was found out before
         most = tolerance if known is None else max(tolerance, MAX_OF_KNOWN * known)
+        if plan.rounds_inputs and not error <= most:
+            most = max(most, self._of_rounded_inputs(errors))
         over = not error <= most
         if known is None or over:
             plan.error = error
@@ -188,6 +193,12 @@ class Comparison:
         if over and not self._is_rounding():
             return reasons.INACCURATE(error, tolerance)
         return None
+
+    def _of_rounded_inputs(self, errors: Sequence[float]) -> float:
+        """How far a result may be from the original's because products round their inputs; 0 if that is not known."""
+        self._explained(errors)
+        moved = max(self.plan.noise or [0.0])
+        return min(MAX_OF_ROUNDED_INPUTS * self._tolerance, MAX_NOISE * moved) if math.isfinite(moved) else 0.0
 
     @property
     def _tolerance(self) -> float:

@@ -23,6 +23,7 @@ from sfast_ext.weights.change_detector import ChangeDetector
 from sfast_ext.weights.copy_in import copy_in
 from sfast_ext.weights.gate import Gate
 from sfast_ext.weights.host_order import ModuleOrder, Turn, unrecorded
+from sfast_ext.weights.inner_tensors import form_of
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides
 from sfast_ext.weights.resident import Resident
 from sfast_ext.weights.tables import copied_table, table_of
@@ -307,6 +308,8 @@ class WeightArena:
                 container, name = there[0]
                 new = container[name]
                 if new.shape != w.tensor.shape or new.dtype != w.tensor.dtype or self.locate(new) is not None:
+                    return False
+                if form_of(container) != form_of(w.slots[0][0]):
                     return False
                 if any(c[n].data_ptr() == w.tensor.data_ptr() for c, n in w.slots if c.get(n) is not None):
                     return False

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sfast_ext.weights.inner_tensors import InnerTensors, watched
 from sfast_ext.weights.weight import Weight
 
 
@@ -27,9 +28,13 @@ class ChangeDetector:
         self._bound = [w.tensor if w.bound is None else w.bound for w in self.weights]
         self._pointers = [w.pointer for w in self.weights]
         self._strides = [w.tensor.stride() for w in self.weights]
+        self._inner = list({id(c): c for c in self._containers if type(c) is InnerTensors}.values())
+        self._watched: tuple[list[dict], list[str], list[Any]] | None = None
 
     def changed(self) -> list[tuple[Weight, Any]]:
         """The weights that changed, with the current contents of their slots. Microseconds if nothing changed."""
+        if self._inner:
+            self._follow_outer()
         now = list(map(dict.get, self._containers, self._names))
         if (
             all(map(operator.is_, now, self._bound))
@@ -44,8 +49,21 @@ class ChangeDetector:
             if value is not bound or value.data_ptr() != pointer or value.stride() != stride
         ]
 
+    def _follow_outer(self) -> None:
+        """Look at the weights that are made of others, if any was replaced."""
+        if self._watched is not None:
+            homes, names, held = self._watched
+            if all(map(operator.is_, map(dict.get, homes, names), held)):
+                return
+        for inner in self._inner:
+            inner.refresh()
+        self._watched = watched(self._inner)
+
     def forget(self, weights: Container[int]) -> None:
         """Drop the references to what was in the slots of these weights. They count as changed from now on."""
         for i, weight in enumerate(self.weights):
             if id(weight) in weights:
                 self._bound[i] = weight.tensor
+                if isinstance(container := self._containers[i], InnerTensors):
+                    container.let_go()
+                    self._watched = None

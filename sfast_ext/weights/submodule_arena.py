@@ -6,6 +6,7 @@ from torch import nn
 
 from sfast_ext.weights.arena import WeightArena
 from sfast_ext.weights.change_detector import ChangeDetector
+from sfast_ext.weights.inner_tensors import all_within
 
 
 class SubmoduleArena(WeightArena):
@@ -44,6 +45,7 @@ class SubmoduleArena(WeightArena):
         if self._epoch != self._tracked.epoch:
             self._epoch = self._tracked.epoch
             self._containers = {id(c) for m in self._root.modules() for c in (m._parameters, m._buffers, m.__dict__)}
+            self._containers |= {id(inner) for m in self._root.modules() for inner in all_within(m)}
             self._containers |= {id(c) for table in self._tracked.tables.values() for c, _ in table.slots}
             self._detector = self.detector(self._containers)
         return self._containers

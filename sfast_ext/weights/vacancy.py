@@ -38,8 +38,9 @@ class Vacancy:
         with torch.inference_mode(False), torch.no_grad():
             fill = math.nan if self.dtype.is_floating_point else 0
             for member in self.members:
-                nothing = torch.full((1,), fill, dtype=self.dtype, device=self.device)
-                member.weight.tensor.data = nothing.expand(member.weight.tensor.shape)
+                shape = member.weight.tensor.shape
+                nothing = torch.full((1,) * len(shape), fill, dtype=self.dtype, device=self.device)
+                member.weight.tensor.data = nothing.expand(shape)
                 member.weight.bound, member.weight.pointer = None, nothing.data_ptr()
 
     def occupy(self, layouts: OriginalLayouts) -> None:

@@ -10,10 +10,11 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.reasons import Declined
+from sfast_ext.weights.inner_tensors import InnerTensors, all_within, inner_tensors, is_made_of_others
 from sfast_ext.weights.original_layout import is_plain, live_tensor
 
 WeightSlot = tuple[dict, str]
-"""A place in a module that holds a tensor: a dictionary of a submodule, and a name in it."""
+"""A place in a module that holds a tensor: a dictionary of a submodule, or the parts of a weight, and a name in it."""
 
 
 class WeightsAway(Declined):
@@ -54,6 +55,9 @@ class Weight:
         tensor = self.tensor
         self.tensor = torch.empty((1,) * tensor.dim(), dtype=tensor.dtype, device="meta").expand(tensor.shape)
         self.bound = self.source = None
+        for container, _ in self.slots:
+            if isinstance(container, InnerTensors):
+                container.let_go()
 
     def is_current(self, value: torch.Tensor) -> bool:
         """Whether the module still holds the bound tensor, with unchanged memory, strides, device and dtype."""
@@ -71,7 +75,12 @@ def places_of(root: nn.Module) -> dict[str, WeightSlot]:
         for container in (module._parameters, module._buffers, module.__dict__):
             for name, value in container.items():
                 if isinstance(value, torch.Tensor):
-                    places[f"{prefix}.{name}" if prefix else name] = (container, name)
+                    path = f"{prefix}.{name}" if prefix else name
+                    inner = None if is_plain(value) else inner_tensors(module, container, name)
+                    if inner is None:
+                        places[path] = (container, name)
+                    else:
+                        places.update((f"{path}.{part}", (inner, part)) for part in inner)
     return places
 
 
@@ -107,11 +116,16 @@ def paths_of(root: nn.Module, weight: Weight) -> list[str]:
     for prefix, module in root.named_modules(remove_duplicate=False):
         for container in (module._parameters, module._buffers, module.__dict__):
             found += [f"{prefix}.{name}" if prefix else name for name in container if (id(container), name) in held]
+        for inner in all_within(module):
+            of = f"{prefix}.{inner.name}" if prefix else inner.name
+            found += [f"{of}.{part}" for part in inner if (id(inner), part) in held]
     return found
 
 
 def new_weight(path: str, value: torch.Tensor, slots: list[WeightSlot]) -> Weight:
-    return Weight(path, live_tensor(value), slots, value, value.data_ptr())
+    # one of a class whose operations run code of a library is none that a plan reads
+    live = value if is_made_of_others(value) else live_tensor(value)
+    return Weight(path, live, slots, value, value.data_ptr())
 
 
 def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 from decimal import Decimal
 
+import kitchen_standin
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import fx, nn
 from sfast_ext.behaviour import structure
 from sfast_ext.capture import block_reuse
 from sfast_ext.capture.fake_trace import record
+from sfast_ext.weights.weight import places_of
 
 
 @pytest.fixture(autouse=True)
@@ -301,3 +305,54 @@ def test_an_error_of_the_forward_is_passed_on_and_forwards_come_back():
     with pytest.raises(ValueError, match="of the model itself"):
         record(lambda x: [module(x)], (torch.randn(2, 4),), module)
     assert all("forward" not in vars(m) for m in module.modules())
+
+
+class InEightBits(Block):
+    def __init__(self, layouts=(kitchen_standin.FP8,) * 3, **fields):
+        super().__init__()
+        for name, layout in zip("abc", layouts):
+            made = kitchen_standin.Layer(4, 4, layout, **(fields if name == "c" else {}))
+            setattr(self, name, made)
+        self.requires_grad_(False)
+
+
+FP8, INT8 = kitchen_standin.FP8, kitchen_standin.INT8
+
+
+def recorded_weights(net):
+    """The weights that each product of a record reads, of both ways to record."""
+    found = []
+    for one_by_one in (False, True):
+        with block_reuse.one_by_one() if one_by_one else contextlib.nullcontext():
+            gm = record(net, [torch.randn(2, 4)], net)
+        held = {id(tensor): path for path, (c, n) in places_of(net).items() for tensor in (c[n],)}
+        found.append([held.get(id(getattr(gm, n.target))) for n in gm.graph.nodes if n.op == "get_attr"])
+    return found
+
+
+def test_blocks_whose_weights_are_made_of_others_are_copied(monkeypatch):
+    made = copies(monkeypatch)
+    net = Stack(*[InEightBits() for _ in range(3)])
+    copied, one_by_one = recorded_weights(net)
+    assert made == [net.blocks[1], net.blocks[2]]
+    assert copied == one_by_one and "blocks.2.c.weight._qdata" in copied
+
+
+@pytest.mark.parametrize("second", [
+    {"layouts": (FP8, FP8, INT8)}, {"layouts": (FP8, None, FP8)}, {"rows": True}, {"dtype": torch.float16},
+    {"layouts": (FP8, FP8, kitchen_standin.FP8_WIDE)},
+])  # fmt: skip
+def test_a_block_with_a_weight_of_another_form_is_not_copied(monkeypatch, second):
+    made = copies(monkeypatch)
+    net = Stack(InEightBits(), InEightBits(**second))
+    copied, one_by_one = recorded_weights(net)
+    assert made == [] and copied == one_by_one
+
+
+def test_a_field_makes_another_form(monkeypatch):
+    made = copies(monkeypatch)
+    net = Stack(*[InEightBits((INT8,) * 3) for _ in range(2)])
+    weight = net.blocks[1].c.weight
+    weight._params = dataclasses.replace(weight._params, convrot_groupsize=64)
+    recorded_weights(net)
+    assert made == []

@@ -11,8 +11,74 @@ _ROWS_TEST = "kernels/eight_bits/test_quantise_rows.py::"
 _LAYERS = "passes/quantised_linear.py"
 _LAYER = "passes/test_quantised_linear.py::"
 _PLAN = "plans/test_quantised_weights.py::"
+_INNER = "weights/inner_tensors.py"
+_INNER_TEST = "weights/test_inner_tensors.py::test_"
+_SEEN = _INNER_TEST + "what_is_replaced_or_written_to_is_seen"
 
 MUTATIONS = [
+    Mutation(
+        "a weight that is made of others was replaced", "weights/change_detector.py",
+        "if self._inner:", "if False:",
+        (_SEEN + "[replaced]",),
+    ),
+    *(
+        Mutation(
+            f"what a weight is made of was replaced: {what}", _INNER,
+            source, "",
+            (_SEEN + f"[{event}]",),
+        )
+        for what, source, event in (
+            ("its scale", ", (fields, _SCALE, scale)", "scale of frozen parameters"),
+            ("its parameters", ', (held, "_params", params)', "scale of new parameters"),
+            ("its codes", "(held, _CODES, codes),", "codes are another tensor"),
+        )
+    ),
+    Mutation(
+        "a weight of another form", _INNER,
+        "found is None or found[1] != self.form", "found is None",
+        (_INNER_TEST + "another_form_is_captured_anew[a field]",),
+    ),
+    *(
+        Mutation(
+            f"what rounded inputs explain: {what}", "runtime/verify.py",
+            source, mutant,
+            (f"runtime/test_rounded_inputs.py::test_any_other_is_dropped[{test}]",),
+        )
+        for what, source, mutant, test in (
+            ("of such products", "plan.rounds_inputs and not error <= most", "not error <= most", "0.04-options0"),
+            ("if it is measured", "if math.isfinite(moved) else 0.0", "if moved else 0.0", "0.04-options2"),
+        )
+    ),
+    Mutation(
+        "weights that are widened before a product", "plans/graph_facts.py",
+        "elif not following.isdisjoint(given):", "else:",
+        ("runtime/test_rounded_inputs.py::test_products_with_weights_that_are_widened_first_do_not",),
+    ),
+    Mutation(
+        "a model with weights of another form", "weights/arena.py",
+        "if form_of(container) != form_of(w.slots[0][0])", "if False",
+        (_INNER_TEST + "plans_move_to_a_model_of_the_same_form_alone[False]",),
+    ),
+    Mutation(
+        "a block with weights of another form", "capture/block_reuse.py",
+        "self._code), weights, forms", "self._code), weights",
+        ("capture/test_block_reuse.py::test_a_field_makes_another_form",),
+    ),
+    Mutation(
+        "a layout that is not known", _INNER,
+        "_LAYOUTS.get(layout), fields", "_LAYOUTS[next(iter(_LAYOUTS))], fields",
+        (_INNER_TEST + "a_format_that_is_not_known_is_bypassed_and_named[layout]",),
+    ),
+    Mutation(
+        "fields that are not known", _INNER,
+        "not _COMMON <= fields.keys() <= known or", "",
+        (_INNER_TEST + "a_format_that_is_not_known_is_bypassed_and_named[fields]",),
+    ),
+    Mutation(
+        "other weights next to those of 8 bits in Forge", "hosts/forge/programs.py",
+        "all(type(p) is nn.Parameter and p.dtype in COMPUTED for p in plain)", "True",
+        ("hosts/adapters/test_forge.py::test_weights_of_8_bits_of_another_layout_are_bypassed",),
+    ),
     Mutation(
         "rows that changed, by PyTorch", _WEIGHTS,
         "changed = now != digest", "changed = digest == 0",

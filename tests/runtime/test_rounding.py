@@ -175,7 +175,7 @@ def test_further_plans_are_judged_by_the_least_noise_that_was_measured(monkeypat
 def _judge(error: float, noise: Any, *, dtype: torch.dtype = torch.float16, plan: Any = None, **config: Any) -> Any:
     class OfAPlan:
         error = rounding_error = noise = None
-        banks = ()
+        banks, rounds_inputs = (), False
         device = torch.device("cpu")
 
     reference = torch.linspace(-1, 1, 4001, dtype=torch.float64).to(dtype)
@@ -237,7 +237,7 @@ def test_a_later_comparison_is_judged_by_what_was_measured_or_measures_again():
 def test_each_result_is_judged_by_itself():
     class OfAPlan:
         error = rounding_error = noise = None
-        banks = ()
+        banks, rounds_inputs = (), False
         device = torch.device("cpu")
 
     small, large = torch.randn(400), torch.randn(4000)
@@ -252,7 +252,7 @@ def test_each_result_is_judged_by_itself():
 def test_sums_in_half_precision_are_judged_by_the_tolerance(monkeypatch):
     class OnGpu:
         error = rounding_error = noise = None
-        banks = ()
+        banks, rounds_inputs = (), False
         device = torch.device("cuda")
 
     for flag, geforce, chosen, lossy in (

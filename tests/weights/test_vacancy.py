@@ -14,8 +14,10 @@ from torch import nn
 
 from sfast_ext import Config, accelerate
 from sfast_ext.weights.arena import WeightsAway
+from sfast_ext.weights.original_layout import OriginalLayouts
 from sfast_ext.weights.staging import Staging
-from sfast_ext.weights.vacancy import Vacancy
+from sfast_ext.weights.vacancy import Vacancy, vacancies
+from sfast_ext.weights.weight import new_weight
 
 GRAPHS = Config(triton=False)
 
@@ -258,3 +260,15 @@ def test_release_and_move_to_while_the_memory_is_away(card: Card) -> None:
     assert card.used == 0
     for (name, ours), (_, theirs) in zip(other.named_parameters(), case.twin.named_parameters()):
         assert ours.stride() == theirs.stride() and torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5)])
+def test_a_tensor_without_memory_keeps_its_shape(dtype, shape):
+    tensor = torch.zeros(shape).to(dtype)
+    weight = new_weight("scale", tensor, [])
+    ((block,), _) = vacancies([weight], [weight], OriginalLayouts())
+    for step in (block.vacate, lambda: block.occupy(OriginalLayouts())):
+        step()
+        assert weight.tensor.shape == shape and weight.tensor.dtype == dtype
+        assert weight.tensor.data_ptr() == weight.pointer

@@ -7,22 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from sfast_ext.behaviour.foreign_code import describe
 from sfast_ext.hooks import Hooks, Read
 from sfast_ext.hosts import reasons
 from sfast_ext.hosts.attachment import is_host_code
-from sfast_ext.hosts.forge.programs import NOTED, PASSED_ON, PATCHES, WRAPPERS, Program, quantised_or
+from sfast_ext.hosts.forge.programs import COMPUTED, NOTED, PASSED_ON, PATCHES, WRAPPERS, Program, quantised_or
 from sfast_ext.hosts.forge.reading import Reading
 from sfast_ext.hosts.host_queue import interrupted
 from sfast_ext.reasons import Reason
 from sfast_ext.ui import words
 
 IMAGE_CHANNELS = 3
-COMPUTED = frozenset({torch.float16, torch.bfloat16, torch.float32})
-"""The dtypes of weights that are not quantised."""
 
 
 class ForgeHooks:

@@ -6,11 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from sfast_ext.behaviour.foreign_code import describe
 from sfast_ext.hosts import reasons
 from sfast_ext.reasons import Reason
+from sfast_ext.weights.inner_tensors import is_followed
+
+COMPUTED = frozenset({torch.float16, torch.bfloat16, torch.float32})
+"""The dtypes of weights that are not quantised."""
 
 PATCHES = ("patches", "patches_replace", "block_modifiers", "block_inner_modifiers", "group_norm_wrapper")
 """What a UNet's forward calls or lets its blocks call, of `transformer_options`."""
@@ -107,6 +112,10 @@ def quantised_or(stored: Reason, network: nn.Module) -> Reason:
 
 def _cast_bypass_reason(holder: Any, unet: nn.Module, casts: bool) -> Reason | None:
     weights = list(unet.parameters())
+    plain = [p for p in weights if not is_followed(p)]
+    if len(plain) < len(weights) and all(type(p) is nn.Parameter and p.dtype in COMPUTED for p in plain):
+        # the layers that a checkpoint has in 8 bits are known, and the others cast as a plan of them does
+        return None
     computed = getattr(holder, "computation_dtype", weights[0].dtype if weights else None)
     # of some kinds of quantisation the layers cast nothing, and have weights of other kinds
     if casts or any(type(p) is not nn.Parameter or p.dtype is not computed for p in weights):

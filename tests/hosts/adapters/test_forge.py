@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import kitchen_standin
 import pytest
 import torch
 
@@ -283,6 +284,49 @@ def test_weights_that_are_cast_or_kept_in_system_memory_are_bypassed(started):
     bypassed(started, "Forge keeps a part of the UNet in system memory", reference())
     started.model_data.sd_model.original.model.model_lowvram = False
     assert same(started.generate(), reference()) and count("plans run") > 0
+
+
+def of_8_bits(host, scale=1.0, layout=kitchen_standin.FP8):
+    """A layer of the UNet as a checkpoint in 8 bits has it."""
+    layer = next(module for name, module in host.unet.named_modules() if name.endswith("attn1.to_v"))
+    layer.quant_format = "float8_e4m3fn"
+    layer.weight = kitchen_standin.quantised(layer.weight.detach() * scale, layout)
+    return layer
+
+
+def expected_of_8_bits(*scales):
+    with standin.running() as other:
+        other.load(1)
+        for scale in scales:
+            of_8_bits(other, scale)
+        return other.generate()
+
+
+def test_weights_of_8_bits_are_accelerated_with_a_lora_too(started):
+    # the other layers may cast theirs, as in Forge Neo
+    started.unet.time_embed[2].parameters_manual_cast = True
+    layer = of_8_bits(started)
+    before = layer.weight
+    plain, merged = expected_of_8_bits(1.0), expected_of_8_bits(1.0, -30.0)
+    assert same(started.generate(), plain) and count("plans run") > 0
+    # a LoRA is added to the dequantised weight, which is quantised again
+    of_8_bits(started, -30.0)
+    assert same(started.generate(), merged) and not same(merged, plain)
+    layer.weight = before
+    assert same(started.generate(), plain) and count("captures") == 1
+
+
+def test_weights_of_8_bits_of_another_layout_are_bypassed(started):
+    layer = of_8_bits(started)
+    layer.weight._layout_cls, layer.quant_format = "TensorCoreNVFP4Layout", "nvfp4"
+    bypassed(started, "the model is quantised (nvfp4)", expected_of_8_bits(1.0))
+    layer.weight._layout_cls, layer.quant_format = kitchen_standin.FP8, "float8_e4m3fn"
+    # another weight next to it, of a class that is not known
+    other = started.unet.time_embed[2]
+    other.weight = Quantised(other.weight.data, requires_grad=False)
+    bypassed(started, "the model is quantised (float8_e4m3fn)", expected_of_8_bits(1.0))
+    other.weight = torch.nn.Parameter(other.weight.data, requires_grad=False)
+    assert same(started.generate(), expected_of_8_bits(1.0)) and count("plans run") > 0
 
 
 def test_the_forward_is_the_webui_s_own_if_its_torch_compile_is_on(started):

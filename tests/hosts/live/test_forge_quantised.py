@@ -1,5 +1,5 @@
-"""Checkpoints of 8 bits in the real Forge Neo: their calls are bypassed, the reason names the format, and images are
-those without the extension, with LoRAs too."""
+"""Checkpoints of 8 bits in the real Forge Neo: they are accelerated, and images are those without the extension, with
+LoRAs too."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from .a1111 import (
     Round,
     accelerated,
     apart,
-    bypassed,
-    equal_to_stock,
     make_data,
     told,
 )
@@ -31,6 +29,9 @@ from .a1111 import pictured as pictures_of
 pytestmark = forge.NEO.marks
 FORMATS = {"int8": "int8_tensorwise", "rows": "int8_tensorwise", "fp8": "float8_e4m3fn", "scaled": "float8_e4m3fn"}
 """By the name of a checkpoint: the format of its file. Those of "scaled" are named as in older files."""
+ROUNDED = 4.0
+"""Products of int8 round their inputs to 8 bits, which makes much of a last bit: without the extension, images with two
+threads and with one are 2.6 apart. Those with a LoRA and without are 29 apart."""
 
 
 def checkpoint(name: str) -> tuple[str, str, dict[str, Any]]:
@@ -39,7 +40,8 @@ def checkpoint(name: str) -> tuple[str, str, dict[str, Any]]:
 
 def steps_of(name: str) -> Round:
     images = [told(f"{name}, LoRA", "<lora:strong:1>"), told(f"{name}, weaker", "<lora:strong:-0.4>")]
-    return [checkpoint(name), (name, "txt2img", PLAIN), *images, (f"{name}, LoRA gone", "txt2img", PLAIN)]
+    gone = [(f"{name}, {when}", "txt2img", PLAIN) for when in ("LoRA gone", "again")]
+    return [checkpoint(name), (name, "txt2img", PLAIN), *images, *gone]
 
 
 ROUND: Round = [step for name in FORMATS for step in steps_of(name)] + [checkpoint("one"), ("one", "txt2img", PLAIN)]
@@ -101,12 +103,20 @@ def played(data: Path, stock: dict[str, list[str]]) -> Iterator[Played]:
         yield Played(webui).round(ROUND, status=True)
 
 
-test_image_equals_the_one_without_the_extension = equal_to_stock(ROUND)
+@pytest.mark.parametrize("name", pictures_of(ROUND))
+def test_image_equals_the_one_without_the_extension(played: Played, stock: dict[str, list[str]], name: str) -> None:
+    tolerance = ROUNDED if "int8" in FORMATS.get(name.partition(",")[0], "") else TOLERANCE
+    assert apart(played.pictures[name], stock[name]) < tolerance
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_image_is_the_same_after_a_lora(played: Played, name: str) -> None:
+    assert apart(played.pictures[f"{name}, again"], played.pictures[f"{name}, LoRA gone"]) == 0
 
 
 @pytest.mark.parametrize("name", [name for name in pictures_of(ROUND) if name != "one"])
-def test_the_reason_names_the_format(played: Played, name: str) -> None:
-    bypassed(played, name, f"the model is quantised ({FORMATS[name.partition(',')[0]]})")
+def test_is_accelerated(played: Played, name: str) -> None:
+    accelerated(played, name)
 
 
 def test_a_model_in_half_precision_is_accelerated_after_them(played: Played) -> None:
@@ -115,6 +125,6 @@ def test_a_model_in_half_precision_is_accelerated_after_them(played: Played) -> 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_round_shows_what_it_should(stock: dict[str, list[str]], name: str) -> None:
-    assert apart(stock[f"{name}, LoRA"], stock[name]) > TOLERANCE
-    assert apart(stock[f"{name}, weaker"], stock[f"{name}, LoRA"]) > TOLERANCE
+    assert apart(stock[f"{name}, LoRA"], stock[name]) > 3 * ROUNDED
+    assert apart(stock[f"{name}, weaker"], stock[f"{name}, LoRA"]) > 3 * ROUNDED
     assert apart(stock[f"{name}, LoRA gone"], stock[name]) < TOLERANCE

@@ -1,0 +1,107 @@
+"""Plans of a model whose own products round their inputs to 8 bits: they may differ by as much as a last bit makes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import kitchen_standin
+import pytest
+import torch
+from torch import fx, nn
+
+from sfast_ext import Config
+from sfast_ext.plans.graph_facts import rounds_inputs
+from sfast_ext.runtime.verify import Comparison, relative_error, rounded_otherwise
+
+aten = torch.ops.aten
+
+
+def refusal(error, moves=1.0, rounds=True, measured=True):
+    """Of a plan that is off by `error`, of an original whose results a last bit moves by about `moves` / 10."""
+    x = torch.linspace(1, 2, 4096)
+
+    def original():
+        if not measured:
+            raise RuntimeError("not under a mode")
+        return torch.sin(x * 2e5 * moves)
+
+    wanted = torch.sin(x * 2e5 * moves)
+    plan = SimpleNamespace(
+        error=None, rounding_error=None, noise=None, banks=[], rounds_inputs=rounds, device=torch.device("cpu")
+    )
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(wanted.shape, generator=generator)
+    outputs = wanted + noise * (error * wanted.norm() / noise.norm())
+    return Comparison(plan, [outputs], [wanted], Config(tolerance=0.02), original).difference()
+
+
+def test_the_original_of_these_tests_moves_as_they_say():
+    x = torch.linspace(1, 2, 4096)
+    (moved,) = rounded_otherwise(lambda: torch.sin(x * 2e5))
+    assert 0.05 < relative_error([moved], [torch.sin(x * 2e5)]) < 0.2
+
+
+@pytest.mark.parametrize("error", [0.0, 0.019, 0.021, 0.04, 0.06])
+def test_a_plan_within_what_a_last_bit_makes_is_kept(error):
+    assert refusal(error) is None
+
+
+@pytest.mark.parametrize("error, options", [
+    (0.04, {"rounds": False}), (0.06, {"moves": 0.1}), (0.04, {"measured": False}), (0.3, {}), (0.3, {"moves": 5}),
+    (float("inf"), {}), (float("nan"), {}),
+])  # fmt: skip
+def test_any_other_is_dropped(error, options):
+    assert refusal(error, **options) is not None
+
+
+def graph(make):
+    root, found = nn.Module(), fx.Graph()
+    root.register_buffer("codes", torch.zeros(4, 4, dtype=torch.int8))
+    root.register_buffer("scale", torch.ones(()))
+    x = found.placeholder("x")
+    x.meta["val"] = torch.ones(2, 4)
+    codes, scale = found.get_attr("codes"), found.get_attr("scale")
+    codes.meta["val"], scale.meta["val"] = root.codes, root.scale
+
+    def call(target, *args, dtype=torch.float32):
+        node = found.call_function(target, args)
+        node.meta["val"] = torch.empty(2, 4, dtype=dtype)
+        return node
+
+    found.output(make(x, codes, scale, call))
+    return found
+
+
+def product(x, codes, scale, call):
+    """An operation of a library that takes the input as it is."""
+    return call(kitchen_standin.product, x, codes, scale)
+
+
+def of_codes(x, codes, scale, call):
+    rounded = call(aten.to.dtype, call(aten.round.default, x), torch.int8, dtype=torch.int8)
+    return call(aten._int_mm.default, rounded, call(aten.t.default, codes, dtype=torch.int8), dtype=torch.int32)
+
+
+def of_float8(x, codes, scale, call):
+    rounded = call(aten.to.dtype, x, torch.float8_e4m3fn, dtype=torch.float8_e4m3fn)
+    return call(aten.mul.Tensor, rounded, scale)
+
+
+def dequantised(x, codes, scale, call):
+    wide = call(aten.mul.Tensor, call(aten.to.dtype, codes, torch.float32), scale)
+    return call(aten.linear.default, x, wide)
+
+
+def dequantised_transposed(x, codes, scale, call):
+    wide = call(aten.mul.Tensor, call(aten.t.default, codes, dtype=torch.int8), scale)
+    return call(aten.mm.default, x, wide)
+
+
+@pytest.mark.parametrize("make", [product, of_codes, of_float8])
+def test_products_that_round_their_inputs(make):
+    assert rounds_inputs(graph(make))
+
+
+@pytest.mark.parametrize("make", [dequantised, dequantised_transposed, lambda x, *_: x])
+def test_products_with_weights_that_are_widened_first_do_not(make):
+    assert not rounds_inputs(graph(make))
