@@ -221,7 +221,7 @@ def test_which_errors_say_that_memory_is_short() -> None:
 def test_the_budget_follows_the_card_if_nobody_chose(
     monkeypatch: pytest.MonkeyPatch, gib: float | None, budget: int
 ) -> None:
-    monkeypatch.setattr(environment, "gpu_memory", lambda: None if gib is None else int(gib * 2**30))
+    monkeypatch.setattr(environment, "gpu_memory", lambda _=None: None if gib is None else int(gib * 2**30))
     assert environment.graph_budget_mb() == budget
     budgets = []
 
