@@ -99,9 +99,8 @@ def test_words_of_cases_in_8_bits():
 def test_images_of_two_webuis_are_compared_seed_by_seed():
     import json
 
-    from PIL import Image
-
     from hosts.live.webui import encoded
+    from PIL import Image
 
     def answer(shades: dict[int, int]) -> dict:
         images = [encoded(Image.new("RGB", (8, 8), (shade,) * 3)) for shade in shades.values()]
