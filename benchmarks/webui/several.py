@@ -38,6 +38,8 @@ PARTS = ("at-once", "distributed")
 ON_CPU = "--use-cpu all --no-half --skip-torch-cuda-test"
 CARDS = (0, 1)
 LORA = "several"
+PREPARED = 2
+"""Images after which a size has its plan."""
 
 
 def flags(card: int, options: argparse.Namespace) -> str:
@@ -104,7 +106,7 @@ def at_once(host: A1111, options: argparse.Namespace, folder: Path) -> dict[str,
         for webui in webuis:
             stack.push(webui)
         together([webui.__enter__ for webui in webuis])
-        for number in range(options.pictures + 1):
+        for number in range(options.pictures + PREPARED):
             said = numbered(payload, "txt2img", number, options)
             second, expected = request(stock, said)
             seconds["stock"].append(second)
@@ -117,11 +119,11 @@ def at_once(host: A1111, options: argparse.Namespace, folder: Path) -> dict[str,
         measured = [] if options.tiny else measure_both(pair, options)
         reports = statuses((alone, *pair))
         found = {
-            "first_s": {name: times[0] for name, times in seconds.items()},
+            "picture_s": seconds,
             "median_s": {
-                "stock": statistics.median(seconds["stock"][1:]),
-                "alone": statistics.median(seconds["alone"][1:]),
-                "pair": [statistics.median(times[card] for times in seconds["pair"][1:]) for card in CARDS],
+                "stock": statistics.median(seconds["stock"][PREPARED:]),
+                "alone": statistics.median(seconds["alone"][PREPARED:]),
+                "pair": [statistics.median(times[card] for times in seconds["pair"][PREPARED:]) for card in CARDS],
             },
             "apart_of_255": {name: max(each) for name, each in off.items()},
             "kept": {name: kept(folder / name) for name in ("alone", "pair")},
@@ -185,6 +187,7 @@ def steps(payload: dict[str, Any], options: argparse.Namespace) -> Iterator[tupl
         ("no LoRA again", {"batch_size": 2}),
         ("another size", {"batch_size": 2, **wider}),
         ("that size again", {"batch_size": 2, **wider}),
+        ("that size once more", {"batch_size": 2, **wider}),
         ("3 images", {"batch_size": 3}),
     ]
     for number, (name, change) in enumerate(changes):
@@ -225,6 +228,8 @@ def over_both(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     for name in ("master", "worker"):
         (folder / name).mkdir()
         hosts.append(A1111(folder / name, options))
+        # a grid would be the first image of an answer
+        hosts[-1].settings["return_grid"] = False
     if not options.tiny:
         models = options.models.resolve()
         write_lora(models / "Stable-diffusion" / f"{LARGE[options.model]}.safetensors", models / "Lora")
@@ -269,7 +274,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU instead, to try this out")
     parser.add_argument("--size", type=cli.size, default=(512, 512), metavar="WxH", help="of images (512x512)")
     parser.add_argument("--steps", type=int, default=30, help="(%(default)s)")
-    parser.add_argument("--pictures", type=int, default=6, help="at once, after the first (%(default)s)")
+    parser.add_argument("--pictures", type=int, default=6, help="at once, after the first two (%(default)s)")
     parser.add_argument("--flags", default="", help="of the WebUIs, in addition to --device-id")
     parser.add_argument("--models", type=Path, metavar="DIR", help="where models of random weights stay (nowhere)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")

@@ -125,4 +125,4 @@ def test_every_request_to_two_webuis_is_another():
     options = argparse.Namespace(size=(512, 512), tiny=False)
     made = list(several.steps({"prompt": "a ship", "width": 512, "height": 512}, options))
     assert len({name for name, _ in made}) == len({said["seed"] for _, said in made}) == len(made)
-    assert sum("lora" in said["prompt"] for _, said in made) == 2 and sum(said["width"] == 640 for _, said in made) == 2
+    assert sum("lora" in said["prompt"] for _, said in made) == 2 and sum(said["width"] == 640 for _, said in made) == 3
