@@ -176,20 +176,21 @@ def nvrtc_file() -> str | None:
     return None if first is None else f"{first.parent.name}/{first.name}"
 
 
-def gpu_memory() -> int | None:
-    """Bytes of the memory of the program's GPU; None without one."""
+def gpu_memory(device: torch.device | None = None) -> int | None:
+    """Bytes of the memory of a GPU, by default the program's; None without one."""
     if not torch.cuda.is_available():
         return None
-    return int(torch.cuda.get_device_properties(host_gpu.index()).total_memory)
+    of = device if device is not None and device.type == "cuda" else host_gpu.index()
+    return int(torch.cuda.get_device_properties(of).total_memory)
 
 
 MAX_FOR_GRAPHS_MB = 4096
 
 
-def graph_budget_mb() -> int:
-    """MB that CUDA graphs may take if nobody chose: a quarter of its GPU's memory, and no more than a large card
-    has use for."""
-    total = gpu_memory()
+def graph_budget_mb(device: torch.device | None = None) -> int:
+    """MB that CUDA graphs on a GPU, by default the program's, may take if nobody chose: a quarter of its memory, and no
+    more than a large card has use for."""
+    total = gpu_memory(device)
     return MAX_FOR_GRAPHS_MB if total is None else min(MAX_FOR_GRAPHS_MB, total >> 22)
 
 

@@ -321,7 +321,7 @@ def pretend_a_gpu(patch: pytest.MonkeyPatch) -> graph_pool.GraphPool:
         patch.setattr(room, "as_tensor", lambda leaf, _, real=call_signature.as_tensor: real(leaf, cpu))
     stand_in_for_cuda(patch, memory_reserved=lambda device: 0, mem_get_info=lambda device: (0, 0))
     patch.setattr(residency, "room", lambda device: 1 << 40)
-    patch.setattr(environment, "gpu_memory", lambda: None)
+    patch.setattr(environment, "gpu_memory", lambda device=None: None)
     honest = graph_pool.GraphPool._capture
 
     def capture(

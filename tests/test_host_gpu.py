@@ -84,6 +84,14 @@ def test_what_is_said_of_the_machine_is_said_of_that_card(cards, index):
     assert gpu_room.free_bytes() == FREE[index]
 
 
+@pytest.mark.parametrize("chosen", [0, 1, 3])
+def test_graphs_on_another_card_have_its_budget(cards, chosen):
+    host_gpu.use(torch.device("cuda", chosen))
+    budgets = [environment.graph_budget_mb(torch.device("cuda", index)) for index in range(4)]
+    assert budgets == [2048, 4096, 4096, 3072]
+    assert environment.graph_budget_mb(torch.device("cpu")) == environment.graph_budget_mb() == budgets[chosen]
+
+
 def test_eight_bits_are_refused_for_the_card_that_computes(cards):
     reasons = []
     for index in (0, 1):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext import eight_bits
+from sfast_ext import eight_bits, host_gpu
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
 from sfast_ext.hosts import reasons
@@ -156,7 +156,7 @@ class EightBits:
         module = accelerator.module
         if self._size is None or self._size[0]() is not module:
             self._size = weakref.ref(module), sum(p.nbytes for p in module.parameters())
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        total = torch.cuda.get_device_properties(host_gpu.index()).total_memory
         return eight_bits.fits(total, self._size[1], "the model")
 
     @functools.cached_property

@@ -185,19 +185,21 @@ FIRST_BUILD_MS = Config.rare_build_ms
 
 @dataclass
 class Runs:
-    """The original's runs in calls of one kind: the time of those that ended, and those that may not have ended."""
+    """The original's runs in calls of one kind: those that ended, and those that may not have ended."""
 
-    milliseconds: float = 0.0
+    fastest: float = math.inf
+    """The time of the fastest that ended, in milliseconds."""
     ended: int = 0
     pending: list[Stopwatch] = field(default_factory=list)
 
     def spent(self) -> float:
-        """The time of those that have ended by now."""
+        """The time of those that have ended by now, each taken for the fastest: the first in a process or of a size
+        takes several times as long as those to come. One alone tells nothing."""
         times = [(watch, watch.elapsed()) for watch in self.pending]
         ended = [ms for _, ms in times if ms is not None]
-        self.milliseconds, self.ended = self.milliseconds + sum(ended), self.ended + len(ended)
+        self.fastest, self.ended = min([self.fastest, *ended]), self.ended + len(ended)
         self.pending = [watch for watch, ms in times if ms is None]
-        return self.milliseconds
+        return self.ended * self.fastest if self.ended > 1 else 0.0
 
 
 class RareCalls:

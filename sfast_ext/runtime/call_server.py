@@ -70,13 +70,13 @@ class CallServer:
         """A generation begins."""
         self.generation += 1
         self._rare.new_generation()
-        self._earnings.new_generation()
+        self._earnings.new_generation(self._context.config.eight_bits)
         self.pace.restart()
         self._cache.new_generation_of_eight_bits(self.generation, self._context.config.eight_bits)
 
     def forget_earnings(self) -> None:
         """Plans are made as at the start, without being earned: the user has dropped them, or other settings hold."""
-        self._earnings = Earnings()
+        self._earnings = Earnings(wanted=True)
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call of the module with these arguments."""

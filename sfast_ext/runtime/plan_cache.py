@@ -27,6 +27,8 @@ KEPT_UNUSED = 3
 
 GAIN = 0.4
 """The part of the original's time that a plan is taken to save before one was timed."""
+FIRST_PLAN_MS = 4000.0
+"""What a module's first plan is taken to cost: its kernels are compiled."""
 MAX_DEBT = 4
 """While the price of so many plans is not earned back, only what repeats and has lost the price of one gets a plan."""
 PASSES = 4
@@ -228,16 +230,20 @@ class Investment:
 class Earnings:
     """Decides for the kinds of calls of one module.
 
-    The first plan is made at once, and so is any other that the plans before have earned. Otherwise a new kind of call
-    gets a plan if it is expected to pay in what is left of this pass of the sampler, or if it is used in a second one.
-    So a module whose calls repeat is accelerated as soon as its user can notice, and sizes that never repeat cost
-    nothing that was not earned before.
+    A plan that the plans before have earned is made at once. Otherwise a new kind of call gets a plan if it is used in
+    a second pass of the sampler, or if a plan pays in this one: the first of the module once going without it has lost
+    its price, any other if it is expected to earn that in what is left of the pass. So a module whose calls repeat is
+    accelerated as soon as its user can notice, and sizes that never repeat cost nothing that was not earned before.
+
+    Args:
+        wanted: whether the first plan is made at once in any case.
 
     Attributes:
         calls: of the module in this pass; counted by the caller.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: bool = False) -> None:
+        self._wanted = wanted
         self._lock = threading.Lock()
         self.calls = 0
         self._passes: deque[int] = deque(maxlen=PASSES)
@@ -249,8 +255,13 @@ class Earnings:
         self._met: dict[Hashable, int] = {}
         self._runs: dict[Hashable, Runs] = {}
 
-    def new_generation(self) -> None:
-        """A generation begins: a pass of the sampler."""
+    def new_generation(self, wanted: bool = False) -> None:
+        """A generation begins: a pass of the sampler.
+
+        Args:
+            wanted: whether the first plan is made at once from now on.
+        """
+        self._wanted = self._wanted or wanted
         if self.calls:
             self._passes.append(self.calls)
         self._generation, self.calls = self._generation + 1, 0
@@ -267,14 +278,17 @@ class Earnings:
                     self._runs.pop(forgotten, None)
                 first = self._met[kind] = self._generation
             debt = self._debt()
-            if not self._investments or debt + self._build_ms <= 0:
+            made = bool(self._investments)
+            if (made and debt + self._build_ms <= 0) or (self._wanted and not made):
                 return True
             runs = self._runs.setdefault(kind, Runs())
             lost = self._gain * runs.spent()
             repeats = first < self._generation
+            if not made:
+                return repeats or Payback(FIRST_PLAN_MS, lost).due
             if debt >= MAX_DEBT * self._build_ms:
                 return repeats and Payback(self._build_ms, lost).due
-            expected = self._expected() * lost / runs.ended if runs.ended else 0.0
+            expected = self._expected() * lost / max(1, runs.ended)
             return repeats or Payback(self._build_ms, expected).due
 
     def ran(self, kind: Hashable, watch: Stopwatch) -> None:

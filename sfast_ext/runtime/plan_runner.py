@@ -188,7 +188,10 @@ class PlanRunner:
     def _capture_graph(self, plan: Plan, call: Call) -> bool:
         config = self._context.config
         share = 1 / len(self._context.model.parts) if self._context.is_part else 1.0
-        budget = environment.graph_budget_mb() if config.graph_memory_mb is None else config.graph_memory_mb
+        budget = config.graph_memory_mb
+        if budget is None:
+            # a program may have models on several cards
+            budget = environment.graph_budget_mb(plan.device)
         return plan.capture_graph(call.leaves, self._context.report, config.max_graphs, budget, share)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("PIL")
 
-from benchmarks.webui import eight_bits, first_image, pictures
+from benchmarks.webui import eight_bits, first_image, pictures, several
 from benchmarks.webui.pictures import PROMPT, numbered
 
 SAID = {"prompt": PROMPT, "width": 512, "height": 768, "steps": 30}
@@ -94,3 +94,35 @@ def test_words_of_cases_in_8_bits():
 
     eight_bits.end(Gone(), row, 20)
     assert (row["first_s"], row["image_s"], row["step_ms"]) == (9.0, 2.1, 50.0)
+
+
+def test_images_of_two_webuis_are_compared_seed_by_seed():
+    import json
+
+    from hosts.live.webui import encoded
+    from PIL import Image
+
+    def answer(shades: dict[int, int]) -> dict:
+        images = [encoded(Image.new("RGB", (8, 8), (shade,) * 3)) for shade in shades.values()]
+        texts = [f"a dog\nSteps: 2, Seed: {seed}, Size: 8x8" for seed in shades]
+        return {"images": images, "info": json.dumps({"infotexts": texts})}
+
+    first = answer({5: 10, 6: 200})
+    assert several.apart(first, answer({6: 200, 5: 10})) == 0.0
+    assert several.apart(first, answer({6: 197, 5: 10})) == 3.0
+    with pytest.raises(AssertionError):
+        several.apart(first, answer({5: 10, 7: 200}))
+
+
+def test_half_written_files_of_a_cache_are_told(tmp_path):
+    (tmp_path / "triton").mkdir()
+    for name in ("a.cubin", "b.cubin", ".turn", "triton/c.cubin", ".a.cubin.12", "times.json"):
+        (tmp_path / name).touch()
+    assert several.kept(tmp_path) == {"kernels": 3, "half_written": [".a.cubin.12"]}
+
+
+def test_every_request_to_two_webuis_is_another():
+    options = argparse.Namespace(size=(512, 512), tiny=False)
+    made = list(several.steps({"prompt": "a ship", "width": 512, "height": 512}, options))
+    assert len({name for name, _ in made}) == len({said["seed"] for _, said in made}) == len(made)
+    assert sum("lora" in said["prompt"] for _, said in made) == 2 and sum(said["width"] == 640 for _, said in made) == 3

@@ -95,7 +95,7 @@ def test_hires_fix_and_three_faces_that_never_repeat_are_not_slower_than_stock(c
     ours = Card(build, part, step / 512**2)
     for index in range(images):
         ours.image(((512, 512), 20), *never_repeated(index))
-        # the model's first plan is made as it always was; all others are paid by what plans have saved
+        # that of the size that repeats; all others are paid by what plans have saved
         assert ours.ours <= ours.stock + build, index
     if images == 300:
         assert ours.ours < ours.stock
@@ -111,8 +111,8 @@ def test_sizes_that_repeat_are_accelerated_from_their_second_pass_at_the_latest(
     assert ours.built == len(passes)
 
 
-def test_the_first_size_is_served_at_once_and_the_next_once_both_are_earned():
-    known = Earnings()
+def test_a_first_size_that_was_asked_for_is_served_at_once_and_the_next_once_both_are_earned():
+    known = Earnings(wanted=True)
     assert known.due("a")
     plan = Plan(10.0, 4.0)
     known.built("a", plan, 600.0)
@@ -124,6 +124,43 @@ def test_the_first_size_is_served_at_once_and_the_next_once_both_are_earned():
     other = Plan(10.0, 4.0)
     known.built("c", other, 600.0)
     assert not known.due("d")
+
+
+def test_the_first_size_is_served_in_its_second_pass():
+    known = Earnings()
+    for size in "abc":
+        known.new_generation()
+        assert not known.due(size)
+        for _ in range(30):
+            known.ran(size, watched(35.0))  # type: ignore[arg-type]
+            assert not known.due(size)
+    known.new_generation()
+    assert known.due("b") and not known.due("d")
+
+
+@pytest.mark.parametrize(("ms", "runs"), [(1100.0, 10), (400.0, 25), (5000.0, 2), (20_000.0, 2)])
+def test_the_first_size_is_served_in_its_first_pass_once_going_without_has_cost_a_plan(ms, runs):
+    known = Earnings()
+    assert not known.due("a")
+    # the first run loads what the others find
+    known.ran("a", watched(9 * ms))  # type: ignore[arg-type]
+    found = 1
+    while not known.due("a"):
+        known.ran("a", watched(ms))  # type: ignore[arg-type]
+        found += 1
+    assert found == runs
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("images", [1, 10])
+def test_sizes_none_of_which_repeats_cost_nothing(card, images):
+    build, part, step = card
+    ours = Card(build, part, step / 512**2)
+    for index in range(images):
+        first = ((512 + 8 * index, 520), 20)
+        ours.image(first, *((size, steps) for size, steps in never_repeated(index)[1:]))
+    slow = step > 200
+    assert ours.ours <= ours.stock + slow * build and ours.built <= slow * (plan_cache.MAX_DEBT + images)
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, 4.0), (10.0, None), (None, None), (4.0, 4.0), (3.0, 4.0)])
@@ -141,7 +178,7 @@ def watched(milliseconds: float) -> Watch:
     return watch
 
 
-@pytest.mark.parametrize(("steps", "ms", "at"), [(20, 150.0, 2), (20, 112.0, 2), (20, 80.0, None), (12, 160.0, None)])
+@pytest.mark.parametrize(("steps", "ms", "at"), [(20, 150.0, 3), (20, 126.0, 3), (20, 80.0, None), (12, 160.0, None)])
 def test_a_size_is_served_in_its_first_pass_if_the_rest_of_it_pays(steps, ms, at):
     known = Earnings()
     known.due("a")
@@ -168,12 +205,14 @@ def test_the_shortest_of_the_last_passes_tells_how_many_steps_are_left():
         known.calls = steps
         known.new_generation()
     known.due("b")
-    known.ran("b", watched(100.0))  # type: ignore[arg-type]
+    for _ in range(2):
+        known.ran("b", watched(100.0))  # type: ignore[arg-type]
     assert not known.due("b")
     known.calls = 30
     known.new_generation()
     known.due("c")
-    known.ran("c", watched(100.0))  # type: ignore[arg-type]
+    for _ in range(2):
+        known.ran("c", watched(100.0))  # type: ignore[arg-type]
     assert known.due("c")
 
 
@@ -186,7 +225,8 @@ def test_a_run_that_has_not_ended_tells_nothing():
         known.new_generation()
     known.due("b")
     watch = Watch()
-    known.ran("b", watch)  # type: ignore[arg-type]
+    for each in (watched(1000.0), watch):
+        known.ran("b", each)  # type: ignore[arg-type]
     Clock.now += 1000.0
     assert not known.due("b")
     watch.stop()
@@ -236,6 +276,15 @@ class Sized:
         self.module = torch.nn.Sequential(*layers).eval().requires_grad_(False)
         self.accelerator = accelerate(self.module, Config(allow_cpu=True, cuda_graphs=False, **config))
 
+    def first(self, side: int) -> bool:
+        """Whether two passes of a size make the first plan."""
+        earned = self.accelerator.config.earned
+        made = []
+        for _ in range(1 + earned):
+            self.accelerator.new_generation()
+            made.append(self.made(side))
+        return made == [False, True][1 - earned :]
+
     @torch.no_grad()
     def made(self, side: int) -> bool:
         """Whether a call of this size makes a plan."""
@@ -246,8 +295,7 @@ class Sized:
 
 def test_an_accelerator_waits_with_the_second_size_and_says_why():
     ours = Sized(earned=True)
-    ours.accelerator.new_generation()
-    assert ours.made(8) and not ours.made(12) and not ours.made(12) and not ours.made(16)
+    assert ours.first(8) and not ours.made(12) and not ours.made(12) and not ours.made(16)
     assert any("is new" in reason for reason in ours.accelerator.report.as_dict()["reasons"])
     ours.accelerator.new_generation()
     assert ours.made(12) and not ours.made(20)
@@ -257,22 +305,20 @@ def test_an_accelerator_waits_with_the_second_size_and_says_why():
 
 def test_a_call_that_waits_neither_reads_the_key_nor_lays_out_the_weights(monkeypatch):
     ours = Sized(earned=True)
-    ours.accelerator.new_generation()
     # the second call reads the key that the first has left
-    assert ours.made(8) and not ours.made(12)
+    assert ours.first(8) and not ours.made(12)
     asked = []
     monkeypatch.setattr(WeightArena, "sync", lambda *args: asked.append("weights"))
     monkeypatch.setattr(BehaviourKeys, "read", lambda *args: asked.append("key"))
     for side in (12, 16, 12):
         assert not ours.made(side)
     assert not asked and not ours.accelerator.report.counter("errors")
-    assert sum(ours.accelerator.report.as_dict()["reasons"].values()) == 4
+    assert sum(ours.accelerator.report.as_dict()["reasons"].values()) == 5
 
 
 def test_the_same_size_with_another_behaviour_does_not_wait():
     ours = Sized(earned=True)
-    ours.accelerator.new_generation()
-    assert ours.made(8)
+    assert ours.first(8)
     ours.accelerator.new_generation()
     ours.module[1].inplace = True
     assert ours.made(8)
@@ -286,10 +332,12 @@ def test_without_the_setting_every_size_is_served_at_once():
 
 def test_plans_that_were_dropped_by_the_user_are_made_again_at_once():
     ours = Sized(earned=True)
+    assert ours.first(8)
     for _ in range(6):
+        ours.accelerator.forget_plans("the user has dropped them")
         ours.accelerator.new_generation()
         assert ours.made(8) and not ours.made(12)
-        ours.accelerator.forget_plans("the user has dropped them")
+    ours.accelerator.forget_plans("the user has dropped them")
     # not if weights change again and again
     ours.accelerator.new_generation()
     assert ours.made(8)

@@ -133,10 +133,19 @@ def test_a_run_counts_when_it_has_ended():
     calls, running = RareCalls(), Timed(None)
     calls.built(100)
     assert not calls.take("a", 0.5)
-    calls.ran("a", running)
-    assert not calls.take("a", 0.5)
+    for watch in (running, Timed(150.0)):
+        calls.ran("a", watch)
+        assert not calls.take("a", 0.5)
     running.ms = 200.0
     assert calls.take("a", 0.5)
+
+
+def test_the_first_run_which_loads_what_others_find_says_nothing_of_them():
+    for cold in (100.0, 3000.0, 90_000.0):
+        calls = RareCalls()
+        calls.ran("a", Timed(cold))
+        assert not calls.take("a", 0.5, 500.0)
+        assert until_a_plan(calls, ms=10.0, gain=0.5) == 2 * FIRST_BUILD_MS / 10 - 1
 
 
 def test_calls_that_cost_little_get_no_plan_and_their_time_is_that_of_the_original():
@@ -145,9 +154,9 @@ def test_calls_that_cost_little_get_no_plan_and_their_time_is_that_of_the_origin
         assert ours.call() == 1
     assert ours.count("captures") == 0
     (runs,) = ours.accelerator._server._rare._runs.values()
-    assert 0 < runs.milliseconds < 4 * FIRST_BUILD_MS and len(runs.pending) == 1
-    # as if the original had run for longer
-    runs.milliseconds = 2 * FIRST_BUILD_MS
+    assert 0 < runs.fastest < FIRST_BUILD_MS and runs.ended == 3 and len(runs.pending) == 1
+    # as if the original had run more often
+    runs.ended = int(4 * FIRST_BUILD_MS / runs.fastest)
     assert ours.call() == 1 and ours.count("captures") == 1
     assert ours.accelerator._server._rare._build_ms != FIRST_BUILD_MS
     assert ours.call() == 0
@@ -255,7 +264,7 @@ def test_a_plan_that_another_thread_s_build_delays_is_made_in_the_same_generatio
     ours.accelerator.new_generation()
     ours.call()
     (runs,) = ours.accelerator._server._rare._runs.values()
-    runs.milliseconds = 4 * FIRST_BUILD_MS
+    runs.ended = 10**9
     with ours.accelerator._model.build_lock:
         for _ in range(3):
             assert ours.call() == 1 and ours.count("captures") == 0
@@ -319,8 +328,8 @@ def test_what_was_taken_and_given_back_is_due_as_before():
     calls = RareCalls()
     calls.built(100)
     calls.new_generation()
-    for key in "ab":
-        calls.ran(key, Timed(300))
+    for key in "aabb":
+        calls.ran(key, Timed(150))
     assert calls.take("a", 0.5) and not calls.take("b", 0.5) and not calls.is_due("a", 0.5)
     calls.give_back()
     assert calls.is_due("a", 0.5) and calls.is_due("b", 0.5)

@@ -167,13 +167,21 @@ class Scaled(nn.Module):
         return self.linear(x) * self.factor
 
 
+def with_a_first_plan(module, **more):
+    accelerator = accelerate(module, replace(CPU, earned=True), **more)
+    # as the user drops plans: the next is made at once
+    accelerator.forget_plans(None)
+    for _ in range(3):
+        module(X)
+    assert len(accelerator.plans) == 1
+    return accelerator
+
+
 @pytest.mark.parametrize("asked", [1, 2, 3])
 def test_no_plan_is_made_with_a_key_that_was_not_read_as_it_was_not_due(monkeypatch, asked):
     """Runs of the original may end between two questions in one call."""
     module, due, answers = Scaled().eval(), Earnings.due, [False] * asked + [True]
-    accelerator = accelerate(module, replace(CPU, earned=True))
-    for _ in range(3):
-        module(X)
+    accelerator = with_a_first_plan(module)
     monkeypatch.setattr(Earnings, "due", lambda self, kind: answers.pop(0) if answers else due(self, kind))
     new = torch.randn(3, 4)
     module.factor = 2.0
@@ -187,9 +195,7 @@ def test_no_plan_is_made_with_a_key_that_was_not_read_as_it_was_not_due(monkeypa
 
 def test_a_plan_is_made_once_it_is_due(monkeypatch):
     module, answers = Scaled().eval(), [False, True, True, True]
-    accelerator = accelerate(module, replace(CPU, earned=True))
-    for _ in range(3):
-        module(X)
+    accelerator = with_a_first_plan(module)
     monkeypatch.setattr(Earnings, "due", lambda self, kind: answers.pop(0))
     new = torch.randn(3, 4)
     for _ in range(3):
@@ -205,9 +211,7 @@ def test_a_call_that_gets_no_plan_asks_the_host_for_nothing_but_a_reason(monkeyp
         prepare=lambda: asked.append("prepare"),
     )
     module = Scaled().eval()
-    accelerator = accelerate(module, replace(CPU, earned=True), hooks=hooks)
-    for _ in range(3):
-        module(X)
+    accelerator = with_a_first_plan(module, hooks=hooks)
     monkeypatch.setattr(Earnings, "due", lambda self, kind: False)
     for rows in (3, 5, 5, 7):
         asked.clear()
@@ -225,9 +229,7 @@ def test_a_call_that_gets_no_plan_asks_the_host_for_nothing_but_a_reason(monkeyp
 def test_a_plan_of_this_size_for_another_behaviour_does_not_hide_a_reason(monkeypatch, change):
     """Its calls are of a kind that has a plan: the key is read."""
     module = Scaled().eval()
-    accelerator = accelerate(module, replace(CPU, earned=True))
-    for _ in range(3):
-        module(X)
+    accelerator = with_a_first_plan(module)
     monkeypatch.setattr(Earnings, "due", lambda self, kind: False)
     if change == "factor":
         module.factor = 3.0

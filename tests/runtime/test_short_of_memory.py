@@ -222,8 +222,15 @@ def test_which_errors_say_that_memory_is_short() -> None:
 def test_the_budget_follows_the_card_if_nobody_chose(
     monkeypatch: pytest.MonkeyPatch, gib: float | None, budget: int
 ) -> None:
-    monkeypatch.setattr(environment, "gpu_memory", lambda: None if gib is None else int(gib * 2**30))
+    asked = []
+
+    def memory(device: torch.device | None = None) -> int | None:
+        asked.append(device)
+        return None if gib is None else int(gib * 2**30)
+
+    monkeypatch.setattr(environment, "gpu_memory", memory)
     assert environment.graph_budget_mb() == budget
+    asked.clear()
     budgets = []
 
     def capture(*_: Any, budget_mb: int, **__: Any) -> Any:
@@ -234,7 +241,8 @@ def test_the_budget_follows_the_card_if_nobody_chose(
         monkeypatch.setattr(graph_pool.GraphPool, "capture", capture)
         on = On(card)
         on.same()
-        assert set(budgets) == {budget}
+        # the card that the plan is on, which need not be the program's
+        assert set(budgets) == {budget} and set(asked) == {GPU}
         on.accelerator.configure(Config(triton=False, graph_memory_mb=7))
         on.same()
         assert budgets[-1] == 7

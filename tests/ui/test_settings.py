@@ -68,7 +68,7 @@ def gradio(monkeypatch):
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same defaults on every machine."""
-    monkeypatch.setattr(settings.environment, "gpu_memory", lambda: None)
+    monkeypatch.setattr(settings.environment, "gpu_memory", lambda _=None: None)
 
 
 def test_every_field_of_the_table_is_one_of_the_configuration():
@@ -211,7 +211,7 @@ def test_sdnext_has_headings_of_its_own_kind(gradio, monkeypatch):
 
 @pytest.mark.parametrize(("gib", "greatest"), [(None, 32768), (8, 8192), (7.79, 7936), (80, 81920)])
 def test_no_more_memory_can_be_chosen_than_the_gpu_has(gib, greatest, monkeypatch):
-    monkeypatch.setattr(settings.environment, "gpu_memory", lambda: None if gib is None else int(gib * 2**30))
+    monkeypatch.setattr(settings.environment, "gpu_memory", lambda _=None: None if gib is None else int(gib * 2**30))
     opts = Options()
     settings.register(opts, A1111OptionInfo)
     assert opts.data_labels["sfast_graph_memory_mb"].component_args["maximum"] == greatest
@@ -355,7 +355,7 @@ def test_without_a_report_it_goes_to_the_log(caplog):
 
 @pytest.mark.parametrize(("gib", "shown"), [(None, 4096), (4, 1024), (6, 1536), (7.79, 1792), (12, 3072), (24, 4096)])
 def test_the_budget_for_graphs_follows_the_gpu(gib, shown, monkeypatch):
-    monkeypatch.setattr(settings.environment, "gpu_memory", lambda: None if gib is None else int(gib * 2**30))
+    monkeypatch.setattr(settings.environment, "gpu_memory", lambda _=None: None if gib is None else int(gib * 2**30))
     setting = next(s for s in settings_table.SETTINGS if s.field == "graph_memory_mb")
     assert settings.default_of(setting) == shown
 
@@ -372,7 +372,7 @@ def test_the_budget_for_graphs_follows_the_gpu(gib, shown, monkeypatch):
     ],
 )
 def test_a_small_card_has_limits_above_what_is_set(monkeypatch, gigabytes, chosen, kept):
-    monkeypatch.setattr(settings.environment, "gpu_memory", lambda: gigabytes and gigabytes << 30)
+    monkeypatch.setattr(settings.environment, "gpu_memory", lambda _=None: gigabytes and gigabytes << 30)
     config = settings.config_from(Options(sfast_preset="small card", **chosen))
     assert (config.graph_memory_mb, config.max_graphs) == (kept, 4)
     # no limit is one there, and a lower number of sizes stays

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext import host_gpu
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment
@@ -111,7 +112,8 @@ class Offload:
 
     def _notice_out_of_memory(self) -> None:
         """After SD.Next ran out of memory, stop keeping weights on the GPU that it has moved off."""
-        oom_count = torch.cuda.memory_stats().get("num_ooms", 0) - self._report.counter("out_of_memory")
+        stats = torch.cuda.memory_stats(host_gpu.device() if torch.cuda.is_available() else None)
+        oom_count = stats.get("num_ooms", 0) - self._report.counter("out_of_memory")
         if self._oom_count is not None and oom_count > self._oom_count and not self._release_always:
             self._release_always = True
             what = "from now on no weights stay on the GPU that it moves off"

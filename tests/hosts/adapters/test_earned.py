@@ -13,7 +13,7 @@ from hosts.standins import a1111 as standin
 from sfast_ext.hosts.a1111 import adapter as a1111
 from sfast_ext.hosts.session import Session
 from sfast_ext.runtime import plan_cache
-from sfast_ext.ui import settings_table
+from sfast_ext.ui import settings, settings_table
 
 
 @pytest.fixture
@@ -41,24 +41,36 @@ def made(host: Any, *sizes: int) -> int:
     return report.counter("captures") - before
 
 
-def test_faces_in_sizes_that_never_repeat_get_no_plan(host):
-    assert made(host, 8, 16, 10, 12, 14) == 1
-    for sizes in ((18, 20, 22, 24), (26, 28, 30, 32)):
-        assert made(host, 8, *sizes) == 0
+def test_sizes_that_never_repeat_get_no_plan(host):
+    for sizes in ((8, 16, 10, 12, 14), (18, 20, 22, 24, 26), (28, 30)):
+        assert made(host, *sizes) == 0
     report = a1111.A1111Session.running.report
-    assert report.counter("eager_runs") == 3 + 2 * 4
+    assert not report.counter("eager_runs")
     assert any("is new" in reason for reason in report.as_dict()["reasons_since_start"])
 
 
+def test_faces_in_sizes_that_never_repeat_get_no_plan(host):
+    assert made(host, 8, 16, 10, 12, 14) == 0
+    assert made(host, 8, 18, 20, 22, 24) == 1
+    assert made(host, 8, 26, 28, 30, 32) == 0
+    assert a1111.A1111Session.running.report.counter("eager_runs") == 3 + 4
+
+
 def test_sizes_that_repeat_get_their_plans_with_the_second_image(host):
-    assert made(host, 8, 16, 10) == 1
-    assert made(host, 8, 16, 10) == 2
+    assert made(host, 8, 16, 10) == 0
+    assert made(host, 8, 16, 10) == 3
     assert made(host, 8, 16, 10) == 0
     assert made(host, 8, 16, 10, 12) == 0
 
 
 def test_two_faces_of_one_size_in_one_image_repeat(host):
-    assert made(host, 8, 10, 10, 10) == 2
+    assert made(host, 8, 10, 10, 10) == 1
+
+
+def test_with_8_bits_the_first_plan_is_made_at_once(host):
+    assert made(host, 10) == 0
+    setattr(host.opts, settings.PRESET.key, settings.EIGHT)
+    assert made(host, 8) == 1
 
 
 @pytest.mark.parametrize("cpu", [True, False])

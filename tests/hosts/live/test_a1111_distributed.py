@@ -1,18 +1,12 @@
 """A batch over two AUTOMATIC1111, this checkout in both, by stable-diffusion-webui-distributed.
 
-SFAST_DISTRIBUTED_DIR       a checkout of it
-SFAST_DISTRIBUTED_PACKAGES  a folder with the package rich, which it imports, if the WebUI's interpreter has none
-
-See `a1111.py` for the others. Both WebUIs are on this machine; `pytest -s` prints what each did in each step.
+See `distributed.py` and `a1111.py` for what it needs. Both WebUIs are on this machine; `pytest -s` prints what each did
+in each step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import shutil
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,10 +17,9 @@ import pytest
 
 from . import a1111
 from .a1111 import MARKS, PLAIN, TOLERANCE, count, told
+from .distributed import CHECKOUT, Killed, add_engine, kill, packages, texts
 from .webui import WebUI, difference
 
-CHECKOUT = os.environ.get("SFAST_DISTRIBUTED_DIR")
-PACKAGES = os.environ.get("SFAST_DISTRIBUTED_PACKAGES")
 pytestmark = [*MARKS, pytest.mark.skipif(not CHECKOUT, reason="SFAST_DISTRIBUTED_DIR names no checkout")]
 
 PAIR = {**PLAIN, "batch_size": 2}
@@ -77,31 +70,9 @@ def kind_of(payload: dict[str, Any]) -> str:
     return "img2img" if "init_images" in payload else "txt2img"
 
 
-def texts(answer: dict[str, Any]) -> list[str]:
-    """The infotexts of an answer."""
-    return list(json.loads(answer["info"])["infotexts"])
-
-
 def make(folder: Path, models: Path) -> Path:
     folder.mkdir()
     return a1111.make_data(folder, models)
-
-
-def add_engine(data: Path, worker: WebUI) -> list[str]:
-    """Add the engine with one worker to the master's data. The flags that it needs."""
-    assert CHECKOUT is not None
-    shutil.copytree(CHECKOUT, data / "extensions" / "distributed", ignore=shutil.ignore_patterns(".git"))
-    # speeds that are equal, so that it measures nothing and gives each the same share
-    port = int(worker.url.rsplit(":", 1)[1])
-    workers = [
-        {"master": {"avg_ipm": 60.0, "master": True, "address": "localhost", "port": 7860}},
-        {"worker": {"avg_ipm": 60.0, "master": False, "address": "127.0.0.1", "port": port, "state": 1}},
-    ]
-    measured = {"prompt": "a dog", "steps": 20, "width": 512, "height": 512, "batch_size": 1}
-    config = data / "distributed.json"
-    rules = {"job_timeout": 600, "complement_production": False}
-    config.write_text(json.dumps({"workers": workers, "benchmark_payload": measured, **rules}))
-    return ["--distributed-config", str(config), "--distributed-debug"]
 
 
 @contextlib.contextmanager
@@ -113,33 +84,12 @@ def both(folder: Path, models: Path, settings: dict[str, Any]) -> Iterator[tuple
         with a1111.start(make(folder / "worker", models), "worker", settings) as worker:
             data = make(folder / "master", models)
             flags = " ".join([a1111.FLAGS, *add_engine(data, worker)])
-            packages = Path(PACKAGES) if PACKAGES else None
-            with a1111.start(data, "master", settings, flags=flags, packages=packages) as master:
+            with a1111.start(data, "master", settings, flags=flags, packages=packages()) as master:
                 yield master, worker
 
 
-@dataclass
-class Killed:
-    """What came of two requests for four and for two images, in the first of which the worker was killed."""
-
-    images: int
-    images_after: int
-    labelled_after: int
-
-
-def kill(master: WebUI, worker: WebUI) -> Killed:
-    process = worker._process
-    assert process is not None
-    killer = threading.Timer(1.0, process.kill)
-    killer.start()
-    answer = master.post("/sdapi/v1/txt2img", {**PAIR, "batch_size": 4, "steps": 30, "seed": 60})
-    killer.join()
-    process.wait()
-    after = master.post("/sdapi/v1/txt2img", {**PAIR, "seed": 70})
-    labelled = sum("Worker Label" in text for text in texts(after))
-    found = Killed(len(answer["images"]), len(after["images"]), labelled)
-    print(f"the worker was killed after 1 s: {found}")
-    return found
+LONG = {**PAIR, "batch_size": 4, "steps": 30, "seed": 60}
+AFTER = {**PAIR, "seed": 70}
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +100,7 @@ def without(tmp_path_factory: pytest.TempPathFactory, a1111_models: Path) -> tup
         answers = {}
         for name, payload in STEPS:
             answers[name] = master.post(f"/sdapi/v1/{kind_of(payload)}", payload)
-        return answers, kill(master, worker)
+        return answers, kill(master, worker, LONG, AFTER)
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +161,6 @@ def test_a_setting_of_one_machine_is_not_the_other_s(two: Two) -> None:
 def test_a_worker_that_dies_takes_with_it_what_it_does_without_the_extension(two: Two, without: Any) -> None:
     # the engine does not mark it as unreachable, so it is given images once more
     before = count(two.reports()[0], "plans run")
-    assert kill(two.master, two.worker) == without[1]
+    assert kill(two.master, two.worker, LONG, AFTER) == without[1]
     report = two.master.get("/sfast/v1/status")
     assert count(report, "plans run") > before and report["last_error"] is None
