@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 from benchmarks.webui.hosts import small_card
 
-from . import forge, sdnext
-from .a1111 import IMG2IMG, IN_FP32, IN_HALF, INIT, PLAIN, Round, make_data, play
+from . import forge, forge_small, sdnext
+from .a1111 import IMG2IMG, IN_HALF, INIT, PLAIN, Round, make_data, play
 from .test_forge import controlled
 from .webui import VAE_PLANS, WebUI, add_extension
 
+SMALL = Path(forge_small.__file__).read_text(encoding="utf-8")
 LONG = "and many more words that make it longer than the length that a text model reads at once, " * 4
 PROMPTS = ("a dog", "a ship on the sea", "a dog AND a ship:0.6", "[a dog:a ship:0.5]", LONG)
 NEGATIVE = ("", "a cat", LONG)
@@ -26,6 +27,10 @@ SIZES = ((64, 64), (64, 64), (64, 64), (64, 64), (128, 128), (72, 136), (192, 64
 SAMPLERS = ("Euler", "Euler a", "Heun", "DPM++ 2M")
 WEIGHTS = (-0.1, 0.05, 0.1, 0.2)
 """Of LoRAs: stronger ones make of rounding another image."""
+OVERRIDES = ({"CLIP_stop_at_last_layers": 2}, {"CLIP_stop_at_last_layers": 2}, {"token_merging_ratio": 0.5})
+"""Settings of a Forge for one image."""
+APART = 0.1
+"""In fp32, mean of 255: a LoRA of the least weight changes four or more."""
 
 
 class Host(Protocol):
@@ -78,16 +83,19 @@ class Forge:
 
     @property
     def tolerance(self) -> float:
-        return IN_FP32 if "fp32" in self.flags else IN_HALF
+        return APART if "fp32" in self.flags else IN_HALF
 
     def make_models(self, folder: Path) -> None:
-        forge.make_models(folder, self.program)
+        forge.make_models(folder, self.program, "small")
 
     def make_data(self, data: Path, models: Path) -> None:
         make_data(data, models)
+        add_extension(data, "small-models", f"{SMALL}\nnarrow({str(models)!r})\n")
 
     def start(self, data: Path, seed: int, *, extension: bool) -> WebUI:
         settings: dict[str, Any] = {"sd_vae_decode_method": "Full" if seed % 4 == 0 else self.latents}
+        # see SETTINGS of `forge.py`
+        settings["CLIP_stop_at_last_layers"] = 1
         settings |= {"sfast_allow_cpu": True} if extension else {"disabled_extensions": ["stable-fast"]}
         name = "extended" if extension else "stock"
         return forge.start(data, name, settings, self.program, packages=small_card(self.card))
@@ -120,6 +128,8 @@ class Forge:
         if draw.random() < 0.05:
             scripts |= forge.with_freeu(self.program)
         payload |= {"alwayson_scripts": scripts} if scripts else {}
+        if draw.random() < 0.12:
+            payload["override_settings"] = draw.choice(OVERRIDES)
         kind = draw.random()
         if kind < 0.2:
             return "img2img", {**payload, "init_images": [INIT], "denoising_strength": 0.6}
@@ -153,7 +163,7 @@ class SDNext:
     name = "SD.Next"
 
     def __post_init__(self) -> None:
-        self.flags, self.tolerance = sdnext.FLAGS, sdnext.TOLERANCE
+        self.flags, self.tolerance = sdnext.FLAGS, APART if sdnext.ON_CPU else sdnext.TOLERANCE
 
     def make_models(self, folder: Path) -> None:
         sdnext.make_models(folder)
