@@ -34,7 +34,6 @@ FAILED: list[str] = []
 
 def played(host: Host, webui: WebUI, steps: Round, until: float = math.inf) -> Iterator[tuple[str, list[str]]]:
     """The images of scenes by their names, of those that are begun before a time."""
-    host.ready(webui)
     for name, route, payload in host.named(webui, steps):
         if time.monotonic() > until:
             return
@@ -104,14 +103,17 @@ def compare(
 
     Args:
         again: the arguments that play them again.
-        seconds: after these no further scene is begun, without the extension after a fourth of them: to make plans
-            takes longer than such small images.
+        seconds: after these no further scene is begun, without the extension after a fourth of what both starts leave
+            of them: to make plans takes longer than such small images.
         say: told of each scene as it is judged, and of the counters at the end.
     """
     found, steps, began = Found(seeds=[seed]), host.scenes(seed, count), time.monotonic()
     with host.start(data, seed, extension=False) as webui:
-        expected = dict(played(host, webui, steps, began + seconds / 4))
+        host.ready(webui)
+        now = time.monotonic()
+        expected = dict(played(host, webui, steps, now + (seconds - 2 * (now - began)) / 4))
     with host.start(data, seed, extension=True) as webui:
+        host.ready(webui)
         for name, pictures in played(host, webui, steps, began + seconds):
             if name not in expected:
                 break
