@@ -1,7 +1,8 @@
 """The hosts of `random_scenes.py`: their start, and which scenes a seed stands for in each.
 
-Scenes are small, so that a thousand take minutes: most images are of 64², and of four seeds the images of three are
-made of latents by the WebUI's own matrix, as its previews, instead of by the VAE.
+Scenes are small: most images are of 64², and of four seeds the images of three are made of latents by the WebUI's own
+matrix, as its previews, instead of by the VAE. On a CPU the models are those of `forge_small.py`, and a scene takes one
+to two seconds of a core; on a GPU they have the widths that its kernels are for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from benchmarks.webui.hosts import small_card
 
 from . import forge, forge_small, sdnext
-from .a1111 import IMG2IMG, IN_HALF, INIT, PLAIN, Round, make_data, play
+from .a1111 import IMG2IMG, IN_FP32, IN_HALF, INIT, PLAIN, Round, make_data, play
 from .test_forge import controlled
 from .webui import VAE_PLANS, WebUI, add_extension
 
@@ -30,7 +31,7 @@ WEIGHTS = (-0.1, 0.05, 0.1, 0.2)
 OVERRIDES = ({"CLIP_stop_at_last_layers": 2}, {"CLIP_stop_at_last_layers": 2}, {"token_merging_ratio": 0.5})
 """Settings of a Forge for one image."""
 APART = 0.1
-"""In fp32, mean of 255: a LoRA of the least weight changes four or more."""
+"""In fp32 on a CPU, mean of 255: a LoRA of the least weight changes four or more."""
 
 
 class Host(Protocol):
@@ -82,15 +83,23 @@ class Forge:
         self.name, self.flags = self.program.name, self.program.flags
 
     @property
+    def small(self) -> bool:
+        """Whether models are in miniature."""
+        return "cpu" in self.flags and self.card is None
+
+    @property
     def tolerance(self) -> float:
-        return APART if "fp32" in self.flags else IN_HALF
+        if self.small:
+            return APART
+        return IN_FP32 if "fp32" in self.flags else IN_HALF
 
     def make_models(self, folder: Path) -> None:
-        forge.make_models(folder, self.program, "small")
+        forge.make_models(folder, self.program, *["small"] * self.small)
 
     def make_data(self, data: Path, models: Path) -> None:
         make_data(data, models)
-        add_extension(data, "small-models", f"{SMALL}\nnarrow({str(models)!r})\n")
+        if self.small:
+            add_extension(data, "small-models", f"{SMALL}\nnarrow({str(models)!r})\n")
 
     def start(self, data: Path, seed: int, *, extension: bool) -> WebUI:
         settings: dict[str, Any] = {"sd_vae_decode_method": "Full" if seed % 4 == 0 else self.latents}
