@@ -131,12 +131,18 @@ def of_transformers(dtype: torch.dtype) -> list[size_prediction.Call]:
         if form == "complex":
             angles = shape(1, tokens, 1, columns // 2, 2, kind=torch.float32)
         given = (angles, None if form == "complex" else angles, form)
-        found += [(norm_rotary, (x, shape(columns), 1e-5, *given)), (norm_rotary, (x, None, None, *given))]
+        norm = (x, shape(columns), 1e-5, *given)
+        found += [(norm_rotary, norm), (norm_rotary, (x, None, None, *given))]
+    # tokens of text in front of those of an image, and an attention in front of GELU: Flux and Chroma
+    text = shape(images, 512, heads, columns, stride=(512 * packed, packed, columns, 1))
+    angles = shape(1, 512 + tokens, 1, columns, kind=torch.float32)
+    found.append((norm_rotary, (text, *norm[1:3], angles, angles, form, x, shape(columns))))
     for rows, columns in transformers.GATED:
         part = shape(rows, columns, stride=(2 * columns, 1))
         found.append((swiglu, (part, part)))
         found += [(swiglu8, (part, part, group)) for group in (0, 256)] if half else []
     found += [(gelu8, (shape(rows, columns), form, 256)) for rows, columns, form in transformers.GELU8] if half else []
+    found += [(gelu8, (shape(4608, 12288), "tanh", 256, shape(4608, 3072)))] if half else []
     return [size_prediction.Call(module.launch, args, {}) for module, args in found]
 
 

@@ -32,6 +32,7 @@ from . import (
     group_norm,
     group_norm_inputs,
     im2col,
+    joint_heads,
     layer_norm,
     linear_accumulate,
     linear_geglu,
@@ -46,6 +47,7 @@ from . import (
     query_attention,
     rewrite,
     rms_norm,
+    rotary_operators,
     scaled_dot_product,
     silu,
     sliced_attention,
@@ -94,6 +96,7 @@ PASSES: list[Pass] = [
     Pass("quantised_linear", quantised_linear.quantised_linear, CANONICALIZE),
     Pass("silu", silu.silu, CANONICALIZE),
     Pass("rotary", norm_rotary.rotary, CANONICALIZE),
+    Pass("rotary_operators", rotary_operators.rotary_operators, CANONICALIZE),
     # cleanup: dropout that drops nothing stands between softmax and matmul
     Pass("scaled_dot_product", scaled_dot_product.scaled_dot_product, CANONICALIZE, ("cleanup",)),
     # scaled_dot_product: it makes the attentions whose results are concatenated
@@ -114,6 +117,8 @@ PASSES: list[Pass] = [
     Pass("rms_norm", rms_norm.rms_norm, FUSION),
     # rms_norm: the kernel that is replaced
     Pass("norm_rotary", norm_rotary.norm_rotary, FUSION, ("rms_norm",)),
+    # norm_rotary: the kernels that are replaced
+    Pass("joint_heads", joint_heads.joint_heads, FUSION, ("norm_rotary",)),
     # rms_norm: the norm before the gate
     Pass("gated_residual", gated_residual.gated_residual, FUSION, ("rms_norm",)),
     # gated_residual: modulated_norm would take the norm and the gate, without the addition

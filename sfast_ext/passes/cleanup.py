@@ -41,7 +41,10 @@ Rule = Callable[[fx.Node, fx.Node], fx.Node | None]
 DROPOUT = overloads("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 SAME_VALUE = overloads("alias", "detach", "detach_", "lift", "lift_fresh", "lift_fresh_copy", "contiguous", "clone")
 SAME_IF_SHAPE = overloads("expand", "slice.Tensor", "expand_as", "repeat", "repeat_interleave.self_int")
-FRESH = overloads("clone", "_to_copy", "lift_fresh_copy", "contiguous", "repeat", "repeat_interleave.self_int") | CAST
+CAT = overloads("cat")
+SLICE = overloads("slice.Tensor")
+FRESH = overloads("clone", "_to_copy", "lift_fresh_copy", "contiguous", "repeat", "repeat_interleave.self_int")
+FRESH |= CAST | CAT
 PERMUTE = overloads("permute", "transpose.int", "t", "numpy_T", "movedim.int")
 COPY = overloads("copy")
 SCALE = overloads("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar")
@@ -139,6 +142,23 @@ def copy(node: fx.Node, x: fx.Node) -> fx.Node | None:
     return value if isinstance(value, fx.Node) and same_meta(node, value) else None
 
 
+def cat(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    """cat(all parts of a value, in order) -> the value"""
+    parts, size = node.args[0], shape(node)
+    if not size or not all(is_op(part, SLICE) for part in parts):  # type: ignore[union-attr]
+        return None
+    dim, at, source = argument(node, 1, "dim", 0) % len(size), 0, parts[0].args[0]  # type: ignore[union-attr,index]
+    for part in parts:  # type: ignore[union-attr]
+        start, length = argument(part, 2, "start") or 0, shape(part)
+        same = argument(part, 1, "dim", 0) % len(size) == dim and argument(part, 4, "step", 1) == 1
+        if part.args[0] is not source or not same or start != at or length is None:
+            return None
+        at += length[dim]
+    # what a forward is given may be what it returns
+    computed = isinstance(source, fx.Node) and source.op == "call_function"
+    return source if computed and same_meta(node, source) else None
+
+
 def scale(node: fx.Node, x: fx.Node) -> fx.Node | None:
     """x * 1 -> x"""
     factor = argument(node, 1, "other")
@@ -159,6 +179,7 @@ RULES: list[tuple[frozenset, Rule]] = [
     (RESHAPE, reshape),
     (PERMUTE, permute),
     (COPY, copy),
+    (CAT, cat),
     (SCALE, scale),
     (SHIFT, shift),
 ]
@@ -178,6 +199,8 @@ def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
     for node in graph.nodes:
         rule = TABLE.get(node.target) if node.op == "call_function" else None
         x = node.args[0] if rule and node.args else None
+        if isinstance(x, (list, tuple)):
+            x = x[0] if x else None
         if rule is None or not isinstance(x, fx.Node) or node in pinned or x in pinned:
             continue
         if node.target in FRESH and any(user.op == "output" for user in node.users):

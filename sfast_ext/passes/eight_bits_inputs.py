@@ -22,7 +22,8 @@ from sfast_ext.kernels.eight_bits import (
 from sfast_ext.kernels.pointwise import add_layer_norm, gated_norm, modulated_norm, swiglu
 
 from .eight_bits_match import Candidate
-from .rewrite import argument, call, dtype, is_op, meta_like, overloads, replace, shape
+from .norm_rotary import CAT, unchanged
+from .rewrite import argument, call, dtype, is_op, meta_like, only_user, overloads, replace, shape
 
 if TYPE_CHECKING:
     from .context import PassContext
@@ -37,10 +38,17 @@ class Writer(NamedTuple):
     kernel: Kernel[..., Any]
     summed: bool = False
     """Whether the first of its results is a sum, and the value the second."""
+    source: fx.Node | None = None
+    """What has the kernel's operands, if that is not `node`."""
+    joined: fx.Node | None = None
+    """What stands in front of the columns of `source`."""
 
 
 def writer_of(x: fx.Node) -> Writer | None:
-    """The kernel of a transformer's norm, of SwiGLU or of GELU, that writes a value."""
+    """The kernel of a transformer's norm, of SwiGLU or of GELU, that writes a value; of an activation also behind the
+    columns of another value."""
+    if is_op(x, CAT):
+        return behind_another(x)
     if is_op(x, (operator.getitem,)):
         pair: Any = x.args[0]
         return Writer(pair, gated_norm8.launch, True) if is_op(pair, (gated_norm.launch,)) and x.args[1] == 1 else None
@@ -51,15 +59,32 @@ def writer_of(x: fx.Node) -> Writer | None:
     return Writer(x, gelu8.launch) if is_op(x, GELU) and dtype(x.args[0]) == dtype(x) else None
 
 
+def behind_another(cat: fx.Node) -> Writer | None:
+    """The kernel of an activation that only the concatenation of columns reads, as its second part."""
+    parts: Any = cat.args[0]
+    size = shape(cat) or (0,)
+    if len(parts) != 2 or argument(cat, 1, "dim", 0) % len(size) != len(size) - 1:
+        return None
+    first, second = parts
+    writer = writer_of(second) if is_op(second, GELU | {swiglu.launch}) else None
+    if writer is None or only_user(second) is not cat or dtype(first) != dtype(cat) or dtype(second) != dtype(cat):
+        return None
+    # its operands are read at the place of the concatenation
+    return Writer(cat, writer.kernel, source=second, joined=first) if unchanged(second, cat) else None
+
+
 def quantised_by_writer(x: fx.Node, group: int, ctx: PassContext) -> tuple[fx.Node, fx.Node] | None:
     """Replaces the kernel that writes a value by one that quantises it, after a rotation if `group` is not 0. Other
     users read the sum from its results. None if there is none."""
     writer = writer_of(x)
     if writer is None or not ctx.supported(writer.kernel):
         return None
-    node, graph = writer.node, x.graph
+    node, graph, source = writer.node, x.graph, writer.source or writer.node
+    options = {**source.kwargs, **({"group": group} if group else {})}
+    if writer.joined is not None:
+        options["joined"] = writer.joined
     with graph.inserting_before(node):
-        new = call(graph, writer.kernel, node.args, None, {**node.kwargs, **({"group": group} if group else {})})
+        new = call(graph, writer.kernel, source.args, None, options)
     return in_place_of(node, new, x, writer.summed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -13,7 +14,7 @@ from sfast_ext.kernels.pointwise import modulated_norm
 
 from .fusion import fusion
 from .layer_norm import is_residual_add
-from .modulated_norm import is_vector
+from .modulated_norm import ADDCMUL, added_product, is_vector
 from .rewrite import ADD, KERNEL_DTYPES, call, dtype, inputs, is_op, only_user, overloads, replace, same_meta, shape
 
 if TYPE_CHECKING:
@@ -23,24 +24,18 @@ MUL = overloads("mul.Tensor")
 TANH = overloads("tanh")
 
 
-@fusion(ADD, needs=(kernel.launch, norm_kernel.launch), skip_pinned_inputs=True)
+@fusion(ADD | ADDCMUL, needs=(kernel.launch, norm_kernel.launch), skip_pinned_inputs=True)
 def gated_residual(add: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces a residual addition, the product with a gate and the RMS norm before it.
 
-    Pattern: x + gate * y, x + tanh(gate) * y, x + y with y = modulated_norm.launch(z, weight, None, eps), which it must
-        be if there is no gate
+    Pattern: x + gate * y, addcmul(x, gate, y), x + tanh(gate) * y, x + y with y = modulated_norm.launch(z, weight,
+        None, eps), which it must be if there is no gate
     Replacement: kernel.launch(x, z or y, gate, weight, eps, tanh)
     """
-    if not is_residual_add(add) or dtype(add) not in KERNEL_DTYPES or len(shape(add) or ()) < 3:
+    if dtype(add) not in KERNEL_DTYPES or len(shape(add) or ()) < 3:
         return False
-    for x, added in ((add.args[0], add.args[1]), (add.args[1], add.args[0])):
-        if not isinstance(x, fx.Node) or not isinstance(added, fx.Node) or x is added or list(added.users) != [add]:
-            continue
-        found = gated(added, pinned)
-        if found is None:
-            continue
-        y, gate = found
-        norm = inner_norm(y, add if y is added else added, pinned)
+    for x, y, gate, user in residuals(add, pinned):
+        norm = inner_norm(y, user, pinned)
         if norm is None and gate is None:
             continue
         z, weight, eps = norm or (y, None, None)
@@ -51,6 +46,26 @@ def gated_residual(add: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool
         replace(add, new)
         return True
     return False
+
+
+def residuals(
+    add: fx.Node, pinned: set[fx.Node]
+) -> Iterator[tuple[fx.Node, fx.Node, fx.Node | None, fx.Node]]:
+    """The ways in which an operation may be x + gate * y: x, y, the gate if there is one, and what reads y."""
+    joint = added_product(add)
+    if joint is not None:
+        x, first, second = joint
+        for gate, y in ((first, second), (second, first)):
+            if same_meta(x, add) and same_meta(y, add) and y not in pinned and is_vector(gate, y, pinned):
+                yield x, y, gate, add
+    if not is_residual_add(add):
+        return
+    for x, added in ((add.args[0], add.args[1]), (add.args[1], add.args[0])):
+        if not isinstance(x, fx.Node) or not isinstance(added, fx.Node) or x is added or list(added.users) != [add]:
+            continue
+        found = gated(added, pinned)
+        if found is not None:
+            yield x, *found, add if found[0] is added else added
 
 
 def gated(product: fx.Node, pinned: set[fx.Node]) -> tuple[fx.Node, fx.Node | None] | None:

@@ -29,30 +29,39 @@ if TYPE_CHECKING:
     from .context import PassContext
 
 MUL = overloads("mul.Tensor")
+ADDCMUL = overloads("addcmul")
 
 
 @fusion(LAYER_NORM | {kernel.launch}, needs=(kernel.launch,), skip_pinned_inputs=True)
 def modulated_norm(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces a norm and what alone reads it: the product with a scale, and the addition of a shift.
 
-    Pattern: norm * scale [+ shift], norm * (1 + scale) [+ shift] with norm an RMS or a layer norm over the last
-        dimension
+    Pattern: norm * scale [+ shift], norm * (1 + scale) [+ shift], or addcmul, with norm an RMS or a layer norm over
+        the last dimension
     Replacement: kernel.launch(x, weight, bias, eps, scale, shift, rms=..., plus_one=...)
     """
     rms, operands = is_op(node, (kernel.launch,)), norm_operands(node)
     product = only_user(node)
-    if operands is None or product is None or not is_op(product, MUL) or product in pinned:
+    if operands is None or product is None or product in pinned or not same_meta(product, node):
         return False
-    if not same_meta(product, node) or product.args[0] is product.args[1]:
+    joint, shift, last = added_product(product), None, product
+    if joint is not None:
+        shift, *factors = joint
+        if not is_vector(shift, node, pinned):
+            return False
+    elif is_op(product, MUL):
+        factors = list(product.args[:2])
+    else:
         return False
-    scale = product.args[1] if product.args[0] is node else product.args[0]
+    if factors[0] is factors[1] or node not in factors:
+        return False
+    scale = factors[1] if factors[0] is node else factors[0]
     if not is_vector(scale, node, pinned):
         return False
-    source, shift, last = without_one(scale, node, pinned), None, product
-    total = only_user(product)
-    if total is not None and is_op(total, ADD) and total not in pinned and argument(total, 2, "alpha", 1) == 1:
+    source, total = without_one(scale, node, pinned), only_user(product)
+    if joint is None and total is not None and is_op(total, ADD) and argument(total, 2, "alpha", 1) == 1:
         other = total.args[1] if total.args[0] is product else total.args[0]
-        if same_meta(total, node) and is_vector(other, node, pinned):
+        if total not in pinned and same_meta(total, node) and is_vector(other, node, pinned):
             shift, last = other, total
     options = {"rms": rms, "plus_one": source is not None}
     given = (*operands, scale if source is None else source, shift)
@@ -60,6 +69,13 @@ def modulated_norm(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> boo
         new = call(last.graph, kernel.launch, given, last, options)
     replace(last, new)
     return True
+
+
+def added_product(node: fx.Node) -> tuple[Any, Any, Any] | None:
+    """What a product is added to, and its factors, if one operation does both; None for another operation."""
+    if not is_op(node, ADDCMUL) or argument(node, 3, "value", 1) != 1:
+        return None
+    return node.args[:3]  # type: ignore[return-value]
 
 
 def norm_operands(node: fx.Node) -> tuple[Any, Any, Any, Any] | None:

@@ -48,7 +48,7 @@ CHUNK = overloads("chunk")
 SELECT = overloads("select.int")
 SLICE = overloads("slice.Tensor")
 TO_COMPLEX, TO_REAL = overloads("view_as_complex"), overloads("view_as_real")
-_MAX_COLUMNS = 256
+MAX_COLUMNS = 256
 
 
 class Rotation(NamedTuple):
@@ -80,7 +80,7 @@ def rotary(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     if written and (found.form != "complex" or not unchanged(found.read, found.last)):
         return False
     size = shape(found.x) or ()
-    if len(size) != 4 or size[-1] > _MAX_COLUMNS or dtype(found.x) not in KERNEL_DTYPES:
+    if len(size) != 4 or size[-1] > MAX_COLUMNS or dtype(found.x) not in KERNEL_DTYPES:
         return False
     graph, last = node.graph, found.last
     heads_first = of_tokens(found, 2)
@@ -291,7 +291,7 @@ def norm_rotary(norm: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """
     size = shape(norm) or ()
     # a plain norm, as `rms_norm` makes it
-    if len(norm.args) != 4 or norm.kwargs or norm.args[2] is not None or len(size) != 4 or size[-1] > _MAX_COLUMNS:
+    if len(norm.args) != 4 or norm.kwargs or norm.args[2] is not None or len(size) != 4 or size[-1] > MAX_COLUMNS:
         return False
     if size[-1] % 2:
         return False

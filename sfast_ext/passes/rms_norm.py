@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from sfast_ext.kernels.pointwise import modulated_norm as kernel
@@ -44,7 +47,7 @@ def rms_norm(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     Pattern: weight * cast(x * rsqrt(mean(float(x) ** 2, -1) + eps)), with or without weight and casts; rms_norm(x)
     Replacement: modulated_norm.launch(x, weight, None, eps)
     """
-    found = of_operator(node, pinned) if is_op(node, RMS_NORM) else written_out(node, pinned)
+    found = of_operator(node, ctx) if is_op(node, RMS_NORM) else written_out(node, pinned)
     if found is None:
         return False
     x, weight, eps, last = found
@@ -59,14 +62,32 @@ def rms_norm(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     return True
 
 
-def of_operator(node: fx.Node, pinned: set[fx.Node]) -> tuple[fx.Node, Any, float, fx.Node] | None:
+def of_operator(node: fx.Node, ctx: PassContext) -> tuple[fx.Node, Any, float, fx.Node] | None:
     """PyTorch's operator: what is normed, weight, epsilon, and the norm."""
     x: Any = node.args[0]
-    eps, size = argument(node, 3, "eps"), shape(x)
-    # the default depends on the version of torch
-    if not is_number(eps) or not size or list(argument(node, 1, "normalized_shape")) != [size[-1]]:
+    weight, eps, size, kind = argument(node, 2, "weight"), argument(node, 3, "eps"), shape(x), dtype(x)
+    if not size or kind not in KERNEL_DTYPES or list(argument(node, 1, "normalized_shape")) != [size[-1]]:
         return None
-    return x, argument(node, 2, "weight"), float(eps), node
+    if eps is None:
+        eps = default_epsilon(kind, ctx.device, weighted=weight is not None)
+    return (x, weight, float(eps), node) if is_number(eps) else None
+
+
+@functools.lru_cache(maxsize=None)
+def default_epsilon(kind: torch.dtype, device: torch.device, *, weighted: bool) -> float | None:
+    """The epsilon of PyTorch's operator if it is given none, that of x's dtype or of a wider one: which it is depends
+    on its version and on the device. None if it is another."""
+    magnitude = 2.0**-11
+    x = torch.full((1, 8), magnitude, dtype=kind, device=device)
+    weight = torch.ones_like(x[0]) if weighted else None
+    (norm,) = RMS_NORM
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        found = float(norm(x, [8], weight)[0, 0])
+    for each in dict.fromkeys((kind, torch.float32, torch.float64)):
+        eps = torch.finfo(each).eps
+        if abs(found * math.sqrt(magnitude**2 + eps) / magnitude - 1) < 0.01:
+            return eps
+    return None
 
 
 def written_out(rsqrt: fx.Node, pinned: set[fx.Node]) -> tuple[fx.Node, Any, float, fx.Node] | None:

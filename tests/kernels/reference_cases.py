@@ -102,7 +102,7 @@ def _conv2d8(device: torch.device) -> tuple[Any, ...]:
     x = torch.randint(-127, 128, (2, 64, 5, 4), dtype=torch.int8, device=device)
     weight = torch.randint(-127, 128, (40, 9 * 64), dtype=torch.int8, device=device)
     x_scale, weight_scale = (torch.rand(2, count, device=device) * 1e-3 + 1e-4 for count in (2, 40))
-    x_scale[1] = torch.tensor([-127.0, 5.0])
+    x_scale[1] = torch.tensor([-127.0, -5.0])
     weight_scale = torch.cat([weight_scale[:1], quantise_weights.sums_of_codes(weight)])
     x = x.contiguous(memory_format=torch.channels_last)
     return x, x_scale, weight, weight_scale, *_vectors(device, 1, 40), _image(device, 2, 40, 5, 4)
@@ -125,12 +125,12 @@ def _swiglu(device: torch.device) -> tuple[Any, ...]:
 
 @_of("swiglu8")
 def _swiglu8(device: torch.device) -> tuple[Any, ...]:
-    return *_swiglu(device), 64
+    return *_swiglu(device), 64, randn(9, 64, dtype=HALF, device=device)
 
 
 @_of("gelu8")
 def _gelu8(device: torch.device) -> tuple[Any, ...]:
-    return _swiglu(device)[0], "tanh", 64
+    return _swiglu(device)[0], "tanh", 64, randn(9, 64, dtype=HALF, device=device)
 
 
 def _tokens(device: torch.device) -> list[Tensor]:

@@ -259,7 +259,8 @@ def test_a_launch_computes_its_reference(name, device) -> None:
         outputs, wanted = (outputs,), (wanted,)
     for output, target in zip(outputs, wanted, strict=True):
         assert output.shape == target.shape
-        error = (wide(output) - target).norm() / wide(target).norm()
+        target = wide(target)
+        error = (wide(output) - target).norm() / target.norm()
         # of a sum that was rounded to half precision, some codes are the next
         most = 1e-2 if output.dtype == torch.int8 else 2e-3
         assert error < most, f"{name}: relative error {error:.1e}"

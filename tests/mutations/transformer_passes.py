@@ -12,6 +12,10 @@ _MODULATED = ("passes/test_modulated_norm.py::test_others_stay",)
 _GATED = ("passes/test_gated_residual.py::test_others_stay",)
 _SWIGLU = ("passes/test_swiglu.py::test_others_stay",)
 _LEFT_ALONE = ("passes/test_eight_bits_transformers.py::test_others_stay_in_half_precision",)
+_JOINT = ("passes/test_joint_heads.py::test_others_stay",)
+_OPERATORS = ("passes/test_rotary_operators.py::test_others_stay",)
+_PARTS = ("passes/test_cleanup.py::test_other_parts_are_joined",)
+_JOINED = ("passes/test_eight_bits_transformers.py::test_what_others_read_is_written_in_half_precision",)
 
 MUTATIONS = [
     Mutation(
@@ -64,6 +68,76 @@ MUTATIONS = [
         "tables that are more exact than the kernel", "passes/norm_rotary.py",
         "kind == torch.complex128 and dtype(x) in HALF", "kind == torch.complex128",
         (_ROTARY + "test_a_table_in_float64_as_lumina_has_it",),
+    ),
+    Mutation(
+        "parts in another order", "passes/cleanup.py",
+        "or not same or start != at or length is None:", "or not same or length is None:", _PARTS,
+    ),
+    Mutation(
+        "parts of another value", "passes/cleanup.py",
+        "if part.args[0] is not source or not same", "if not same", _PARTS,
+    ),
+    Mutation(
+        "parts of what a forward is given", "passes/cleanup.py",
+        'computed = isinstance(source, fx.Node) and source.op == "call_function"', "computed = True",
+        ("passes/test_cleanup.py::test_parts_are_joined_if_something_writes_to_them_or_they_are_returned",),
+    ),
+    Mutation(
+        "a factor of addcmul", "passes/modulated_norm.py",
+        'if not is_op(node, ADDCMUL) or argument(node, 3, "value", 1) != 1:', "if not is_op(node, ADDCMUL):",
+        (*_MODULATED, *_GATED),
+    ),
+    Mutation(
+        "a shift of each token", "passes/modulated_norm.py",
+        "if not is_vector(shift, node, pinned):\n            return False", "pass", _MODULATED,
+    ),
+    Mutation(
+        "a residual of one token", "passes/gated_residual.py",
+        "if same_meta(x, add) and same_meta(y, add) and y not in pinned", "if same_meta(y, add) and y not in pinned",
+        _GATED,
+    ),
+    Mutation(
+        "another default epsilon", "passes/rms_norm.py",
+        "if abs(found * math.sqrt(magnitude**2 + eps) / magnitude - 1) < 0.01:", "if found:",
+        ("passes/test_rms_norm.py::test_another_default_is_not_taken_for_one_that_is_known",),
+    ),
+    Mutation(
+        "tokens of heads of two epsilons", "passes/joint_heads.py",
+        "if eps != other_eps or not pinned", "if not pinned",
+        ("passes/test_joint_heads.py::test_norms_of_two_epsilons_stay",),
+    ),
+    Mutation(
+        "a norm of heads that others read", "passes/joint_heads.py",
+        "and not part.kwargs and only_user(part) is user", "and not part.kwargs", _JOINT,
+    ),
+    Mutation(
+        "heads that are concatenated as tokens", "passes/joint_heads.py",
+        "if (dim == 2) == swapped and is_rotation", "if is_rotation",
+        ("passes/test_joint_heads.py::test_a_rotation_of_heads_is_none_of_tokens",),
+    ),
+    Mutation(
+        "columns of heads, or images, as tokens", "passes/joint_heads.py",
+        "if len(size) != 4 or dim not in (1, 2) or", "if len(size) != 4 or", _JOINT,
+    ),
+    Mutation(
+        "a table that is more exact than the kernel", "passes/rotary_operators.py",
+        "if dtype(table) not in kinds or", "if", _OPERATORS,
+    ),
+    Mutation(
+        "matrices of each head", "passes/rotary_operators.py",
+        "if matrices[1] == 1 and matrices[2] == size[2]:", "if matrices[2] == size[2]:", _OPERATORS,
+    ),
+    Mutation(
+        "columns behind others that something else reads", "passes/eight_bits_inputs.py",
+        "if writer is None or only_user(second) is not cat or", "if writer is None or", _JOINED,
+    ),
+    Mutation(
+        "an activation whose input is written to later", "passes/eight_bits_inputs.py",
+        "if unchanged(second, cat) else None", "", _JOINED,
+    ),
+    Mutation(
+        "activations of other tokens", "passes/eight_bits_inputs.py",
+        'or argument(cat, 1, "dim", 0) % len(size) != len(size) - 1:', ":", _JOINED,
     ),
     Mutation(
         "scales of each token", "passes/modulated_norm.py",

@@ -33,6 +33,8 @@ NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     "divided by one": lambda x: x / 1.0 / 1,
     "plus nothing": lambda x: x + 0.0 - 0,
     "contiguous, clone": lambda x: x.contiguous().clone(),
+    "parts of a value, joined again": lambda x: torch.cat([x[:, :1], x[:, 1:]], 1),
+    "three parts, joined again": lambda x: torch.cat([x[..., :2], x[..., 2:3], x[..., 3:5]], -1),
     "contiguous between permutes": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
 }
 
@@ -64,6 +66,43 @@ def test_stays(what: str) -> None:
     traced.rewrite(passes.cleanup)
     assert traced.ops() == before
     assert traced.error() == 0
+
+
+JOINED: dict[str, Callable[[Tensor], Tensor]] = {
+    "another order": lambda x: torch.cat([x[:, 1:], x[:, :1]], 1),
+    "a part twice": lambda x: torch.cat([x[:, :2], x[:, 1:]], 1),
+    "a part that lacks": lambda x: torch.cat([x[:, :1], x[:, 2:]], 1),
+    "along another dimension": lambda x: torch.cat([x[:, :, :2], x[:, :, 2:]], 1),
+    "of two values": lambda x: torch.cat([x[:, :1], x.exp()[:, 1:]], 1),
+    "not all": lambda x: torch.cat([x[:, :1], x[:, 1:2]], 1),
+    "with a step": lambda x: torch.cat([x[:, :1], torch.ops.aten.slice.Tensor(x, 1, 1, 3, 2), x[:, 2:]], 1),
+    "not from the first": lambda x: torch.cat([x[:, 1:2], x[:, 2:]], 1),
+}
+
+
+@pytest.mark.parametrize("what", JOINED)
+def test_other_parts_are_joined(what: str) -> None:
+    traced = Traced(lambda x: JOINED[what](x.sin()).cos(), X)
+    traced.rewrite(passes.cleanup)
+    assert traced.ops()["cat"] == 1 and traced.error() == 0
+
+
+def test_parts_are_joined_if_something_writes_to_them_or_they_are_returned() -> None:
+    def written(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        z = torch.cat([y[:, :1], y[:, 1:]], 1)
+        y.add_(1)
+        return z.cos(), y.cos()
+
+    for forward in (
+        written,
+        lambda x: (y := torch.cat([x[:, :1], x[:, 1:]], 1), y.sin()),
+        lambda x: torch.cat([x[:, :1], x[:, 1:]], 1).view(6, 20),
+        lambda x: (y := x.sin(), torch.cat([y[:, :1], y[:, 1:]], 1)),
+    ):
+        traced = Traced(forward, X)
+        traced.rewrite(passes.cleanup)
+        assert traced.ops()["cat"] == 1 and traced.error() == 0
 
 
 def test_casts_that_lose_nothing() -> None:

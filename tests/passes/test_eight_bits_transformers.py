@@ -164,6 +164,13 @@ WRITTEN: dict[str, tuple[Callable[..., Any], str]] = {
     "SwiGLU": (lambda m, x, a, b, c: m.down(F.silu(m.two(x)) * m.three(x)), "swiglu8"),
     "GELU": (lambda m, x, a, b, c: m.down(F.gelu(m.two(x))).sin(), "gelu8"),
     "GELU by tanh": (lambda m, x, a, b, c: m.down(F.gelu(m.two(x), approximate="tanh")).sin(), "gelu8"),
+    "GELU behind an attention": (
+        lambda m, x, a, b, c: m.sum(torch.cat([m.attention(x), F.gelu(m.two(x), approximate="tanh")], 2)).sin(),
+        "gelu8",
+    ),
+    "SwiGLU behind an attention": (
+        lambda m, x, a, b, c: m.sum(torch.cat([m.attention(x), F.silu(m.two(x)) * m.three(x)], -1)).sin(), "swiglu8",
+    ),
 }
 
 
@@ -182,6 +189,22 @@ QUANTISED: dict[str, Callable[..., Any]] = {
     "GELU that is cut": lambda m, x, a, b, c: m.down(F.gelu(m.two(x))[:, :140]).sin(),
     "GELU that is written to": lambda m, x, a, b, c: (y := F.gelu(m.two(x)), m.down(y).sin(), y.add_(1)),
     "an attention": lambda m, x, a, b, c: m.one(m.attention(x)).sin(),
+    "GELU in front of an attention": lambda m, x, a, b, c: m.sum(torch.cat([F.gelu(m.two(x)), m.attention(x)], 2)),
+    "GELU behind an attention, for others too": lambda m, x, a, b, c: (
+        m.sum(torch.cat([m.attention(x), y := F.gelu(m.two(x))], 2)), y.sin(),
+    ),
+    "two activations behind an attention": lambda m, x, a, b, c: m.down(
+        torch.cat([m.attention(x), F.gelu(m.two(x)[..., :64]), F.gelu(m.two(x)[..., 128:])], 2)
+    ),
+    "tokens of GELU behind others": lambda m, x, a, b, c: m.down(
+        torch.cat([F.gelu(m.two(x)), F.gelu(m.two(x.sin()))], 1)
+    ),
+    "a concatenation that is a result as well": lambda m, x, a, b, c: (
+        y := torch.cat([m.attention(x), F.gelu(m.two(x))], 2), m.sum(y).sin(),
+    ),
+    "GELU whose input is written to before the concatenation": lambda m, x, a, b, c: (
+        y := m.two(x), z := F.gelu(y), y.mul_(2), m.sum(torch.cat([m.attention(x), z], 2)).sin(),
+    )[3:],
 }
 """What is quantised by one more kernel, or not at all."""
 

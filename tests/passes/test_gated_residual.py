@@ -50,6 +50,9 @@ GATED: dict[str, tuple[Callable[..., Any], bool, bool, bool]] = {
     "a norm alone": (lambda x, y, n, a, b, c: x + n, False, True, False),
     "a norm alone, first": (lambda x, y, n, a, b, c: n + x, False, True, False),
     "of all samples": (lambda x, y, n, a, b, c: x + a[0] * y, True, False, False),
+    "as Anima in Forge Neo": (lambda x, y, n, a, b, c: torch.addcmul(x, a[:, None], y), True, False, False),
+    "addcmul, gate last": (lambda x, y, n, a, b, c: torch.addcmul(x, n, a[:, None].tanh()), True, True, True),
+    "addcmul of itself": (lambda x, y, n, a, b, c: torch.addcmul(x, a[0], x, value=1), True, False, False),
     "two gates": (lambda x, y, n, a, b, c: x * b[:, None] + a[:, None] * y, True, False, False),
 }
 """With whether there is a gate, an inner norm, and a tanh that the kernel computes."""
@@ -85,6 +88,14 @@ STAYS: dict[str, Callable[..., Any]] = {
     "a gate of tokens": lambda x, y, n, a, b, c: x + a[0, :7, None] * y,
     "a number": lambda x, y, n, a, b, c: x + 0.5 * y,
     "a factor": lambda x, y, n, a, b, c: torch.add(x, a[:, None] * y, alpha=2),
+    "addcmul with a factor": lambda x, y, n, a, b, c: torch.addcmul(x, a[:, None], y, value=2),
+    "addcmul of tokens": lambda x, y, n, a, b, c: torch.addcmul(x, y.cos(), y),
+    "addcmul onto a vector": lambda x, y, n, a, b, c: torch.addcmul(b[:, None], a[:, None], y),
+    "addcmul onto one token": lambda x, y, n, a, b, c: torch.addcmul(x[:, :1], a[:, None], y),
+    "addcmul of what is written to": lambda x, y, n, a, b, c: (
+        z := y.clone(), torch.addcmul(x, a[:, None], z), z.add_(1),
+    )[1],
+    "addcmul of two vectors": lambda x, y, n, a, b, c: torch.addcmul(x, a[:, None], b[:, None]),
     "a difference": lambda x, y, n, a, b, c: x - a[:, None] * y,
     "in float32": lambda x, y, n, a, b, c: x + a[:, None].float() * y,
     "a shift": lambda x, y, n, a, b, c: a[:, None] * y + b[:, None],
@@ -172,11 +183,15 @@ FUSED: dict[str, dict[str, int]] = {
     "Lumina 2": {"rotary": 2, "norm_rotary": 2, "gated_residual": 2, "modulated_norm": 2, "gated_norm": 1, "swiglu": 1},
     "Lumina 2, of the prompt": {"rotary": 2, "norm_rotary": 2, "gated_residual": 2, "gated_norm": 1, "swiglu": 1},
     "Cosmos": {"rotary": 2, "norm_rotary": 4, "gated_residual": 3, "modulated_norm": 3, "gated_norm": 2},
-    "Flux": {"rotary": 2, "norm_rotary": 4, "gated_residual": 4, "modulated_norm": 4, "gated_norm": 2},
+    "Flux": {
+        "rotary": 2, "norm_rotary": 4, "joint_heads": 3, "gated_residual": 4, "modulated_norm": 4, "gated_norm": 2,
+    },
     "Flux, single": {"rotary": 2, "norm_rotary": 2, "gated_residual": 1, "modulated_norm": 1},
-    "Chroma": {"rotary": 2, "norm_rotary": 4, "gated_residual": 4, "modulated_norm": 4, "gated_norm": 2},
+    "Chroma": {
+        "rotary": 2, "norm_rotary": 4, "joint_heads": 3, "gated_residual": 4, "modulated_norm": 4, "gated_norm": 2,
+    },
     "Chroma, single": {"rotary": 2, "norm_rotary": 2, "gated_residual": 1, "modulated_norm": 1},
-}
+}  # fmt: skip
 """What is rewritten in a block."""
 
 

@@ -335,6 +335,7 @@ PROOFS: dict[str, tuple[str, str]] = {
     "group_norm after packed_linear": ("two embeddings", "+ add"),
     "attention_casts after rotary": ("Z-Image", "rotary"),
     "norm_rotary after rms_norm": ("Z-Image", "+ modulated_norm"),
+    "joint_heads after norm_rotary": ("Flux", "joint_heads"),
     "gated_residual after rms_norm": ("Z-Image", "+ modulated_norm"),
     "modulated_norm after gated_residual": ("Z-Image", "gated_residual"),
     "gated_norm after modulated_norm": ("Flux", "gated_norm"),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sfast_ext.kernels.pointwise import modulated_norm
+from sfast_ext.passes import rms_norm as rms_norm_file
 from sfast_ext.passes.cleanup import cleanup
 from sfast_ext.passes.rms_norm import rms_norm
 
@@ -147,9 +148,36 @@ def test_a_scale_that_is_no_weight_is_left_to_other_passes() -> None:
 
 
 @pytest.mark.skipif(not hasattr(F, "rms_norm"), reason="torch before 2.4 has no rms_norm")
-def test_operators_of_more_dimensions_or_without_epsilon_stay() -> None:
-    for forward in (lambda x, w: F.rms_norm(x, [5, 32], None, 1e-6), lambda x, w: F.rms_norm(x, [32], w)):
-        assert Traced(Norm(forward), X).rewrite(rms_norm) == 0
+def test_operators_of_more_dimensions_stay() -> None:
+    assert Traced(Norm(lambda x, w: F.rms_norm(x, [5, 32], None, 1e-6)), X).rewrite(rms_norm) == 0
+
+
+@pytest.mark.skipif(not hasattr(F, "rms_norm"), reason="torch before 2.4 has no rms_norm")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_operators_without_epsilon(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of values so small that the epsilon decides, with a weight and without."""
+    x = X.to(dtype)
+    for forward in (lambda x, w: F.rms_norm(x, [32], w), lambda x, w: F.rms_norm(x, [32])):
+        traced = Traced(Norm(lambda x, w, forward=forward: forward(x * 2**-11, w), dtype), x)
+        assert traced.rewrite(rms_norm) == 1 and traced.error() < 1e-2
+        monkeypatch.setattr(rms_norm_file, "default_epsilon", lambda kind, device, weighted: None)
+        assert Traced(Norm(forward, dtype), x).rewrite(rms_norm) == 0
+        monkeypatch.undo()
+        available(monkeypatch)
+
+
+@pytest.mark.skipif(not hasattr(F, "rms_norm"), reason="torch before 2.4 has no rms_norm")
+def test_another_default_is_not_taken_for_one_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for dtype in (torch.bfloat16, torch.float16):
+        kinds = (dtype, torch.float32, torch.float64)
+        for known in (*(torch.finfo(kind).eps for kind in kinds), 1e-5, 1e-6):
+            rms_norm_file.default_epsilon.cache_clear()
+            pretended = lambda x, size, weight, eps=known: torch.ops.aten.rms_norm(x, size, weight, eps)
+            monkeypatch.setattr(rms_norm_file, "RMS_NORM", frozenset({pretended}))
+            found = rms_norm_file.default_epsilon(dtype, cpu, weighted=True)
+            assert found == (known if known not in (1e-5, 1e-6) else None)
+    rms_norm_file.default_epsilon.cache_clear()
 
 
 def test_other_dtypes_are_left() -> None:

@@ -21,8 +21,12 @@ FUSED = {
     "lumina2": {"rotary": 8, "norm_rotary": 8, "gated_residual": 7, "gated_norm": 5, "swiglu": 4},
     "z-image": {"rotary": 8, "norm_rotary": 8, "gated_residual": 8, "gated_norm": 6, "swiglu": 4},
     "anima": {"rotary": 4, "norm_rotary": 8, "gated_residual": 6, "gated_norm": 6},
-    "flux": {"rotary": 8, "norm_rotary": 12, "gated_residual": 10, "gated_norm": 6, "linear_gelu": 6},
-    "chroma": {"rotary": 8, "norm_rotary": 12, "gated_residual": 10, "gated_norm": 7, "linear_gelu": 6},
+    "flux": {
+        "rotary": 8, "norm_rotary": 12, "joint_heads": 6, "gated_residual": 10, "gated_norm": 7, "linear_gelu": 6,
+    },
+    "chroma": {
+        "rotary": 8, "norm_rotary": 12, "joint_heads": 6, "gated_residual": 10, "gated_norm": 7, "linear_gelu": 6,
+    },
 }
 """Of the small models. Lumina 2 writes the tokens of text and image into one tensor piece by piece, whose first norm
 and addition stay as they are."""

@@ -154,7 +154,7 @@ def main(given_arguments: Sequence[str] | None = None) -> int:
     given.logs.mkdir(parents=True, exist_ok=True)
     runs = [(tool, file) for tool in given.tool or TOOLS for file in files(given.only)]
     with ThreadPoolExecutor(given.parallel) as pool:
-        clean = list(pool.map(lambda each: run(*each, given, binary), runs))
+        clean = list(pool.map(lambda each: run(each[0], each[1], given, binary), runs))
     return 0 if all(clean) else 1
 
 

@@ -36,11 +36,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_sessionstart() -> None:
     launch = nvrtc.Source._launch
 
-    def counted(source: nvrtc.Source, *args: Any, **constants: int) -> None:
-        launch(source, *args, **constants)
+    def counted(source: nvrtc.Source, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
+        launch(source, grid, *args, **constants)
         _launched[source.name] += 1
 
-    nvrtc.Source._launch = counted  # type: ignore[method-assign]
+    nvrtc.Source._launch = counted  # type: ignore[method-assign,assignment]
 
 
 @pytest.hookimpl(tryfirst=True)

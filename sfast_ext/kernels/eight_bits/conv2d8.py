@@ -27,9 +27,9 @@ def reference(
     residual: Tensor | None = None, stride: int = 1, dtype: torch.dtype = torch.float16,
 ) -> Tensor:  # fmt: skip
     """x (N, C, H, W) and weight (K, 9 C), of nine taps row by row, in int8; x_scale (2, N), scales and zeros as of
-    `group_norm8`, and weight_scale (10, K), of which only the first row is read here, in float32; bias (K), residual
-    (N, K, H / stride, W / stride), rounded up -> the same: scale * weight_scale * conv2d(x - zero, weight) + bias +
-    residual, with padding 1, rounded once to dtype.
+    `group_norm8`, which are whole numbers from -127 to 0, and weight_scale (10, K), of which only the first row is read
+    here, in float32; bias (K), residual (N, K, H / stride, W / stride), rounded up -> the same: scale * weight_scale *
+    conv2d(x - zero, weight) + bias + residual, with padding 1, rounded once to dtype.
 
     Computes in float32 (float64 if scales are).
     """

@@ -42,6 +42,9 @@ def transformer_cases() -> list[tuple[str, dict[str, int]]]:
                 given = swiglu8.constants(columns, pack, dtype, group * (pack > 1), gated=gated, tanh=False)
                 if given is not None:
                     found.append(("activation8", given))
+            given = swiglu8.constants(15360, pack, dtype, 256 * (pack > 1), gated=False, tanh=True, joined=True)
+            if given is not None:
+                found.append(("activation8", given))
         for (columns, count), form, norm in product(heads, norm_rotary.FORMS, (True, False)):
             if norm or form != "none":
                 found.append(("norm_rotary", norm_rotary.constants(columns, count, pack, dtype, norm, form)))

@@ -75,6 +75,27 @@ def test_activations(device, what, given):
     same_codes(*launch(*operands, **options, group=group), wanted, decided=3e-3, ulps=200)
 
 
+JOINED = [(BRAIN, (2, 5), 64, 192, 64), (HALF, (3,), 5, 2, 0), (BRAIN, (1, 2), 3072, 12288, 256)]
+JOINED += [(HALF, (7,), 24, 40, 64)]
+"""A dtype, the rows, the columns in front and of the activation, and how many neighbours are rotated."""
+
+
+@pytest.mark.parametrize("what", ACTIVATIONS)
+@pytest.mark.parametrize("given", JOINED, ids=str)
+def test_activations_behind_other_columns(device, what, given):
+    dtype, rows, first, second, group = given
+    launch, exact, count, options = ACTIVATIONS[what]
+    packed = randn(*rows, 2 * second, dtype=dtype, device=device, std=2.0)
+    operands = packed.chunk(2, -1)[:count]
+    for joined in (
+        randn(*rows, first, dtype=dtype, device=device),
+        randn(*rows, first + 32, dtype=dtype, device=device)[..., 16:-16],
+    ):
+        wanted = torch.cat([joined.double(), exact(*wide(*operands), **options)], -1)
+        codes = launch(*operands, **options, group=group, joined=joined)
+        same_codes(*codes, turned(wanted, group), decided=3e-3, ulps=200)
+
+
 def test_the_error_of_gelu_is_below_that_of_codes(device):
     """GELU by a polynomial, of relative error 1e-5, decides few codes."""
     x = randn(4, 4096, dtype=torch.bfloat16, device=device, std=2.0)
@@ -112,6 +133,9 @@ REFUSED = {
     "two shapes": lambda x: (swiglu8, (x[:, :1], x)),
     "a rotation of other columns": lambda x: (gelu8, (x[..., :40], "none", 64)),
     "a rotation of rows at odd places": lambda x: (gelu8, (x[..., 1:65], "none", 64)),
+    "other rows in front": lambda x: (gelu8, (x, "none", 0, x[:1])),
+    "columns of another dtype in front": lambda x: (gelu8, (x, "none", 0, x.bfloat16())),
+    "columns in front that are no multiple of 8, rotated": lambda x: (gelu8, (x[..., :60], "none", 64, x[..., :4])),
     "rows that are too long": lambda x: (gelu8, (torch.ones(1, 70000, dtype=torch.float16, device=x.device),)),
 }  # fmt: skip
 
@@ -124,7 +148,7 @@ def test_what_it_does_not_take(device, what, monkeypatch):
     try:
         ours = module.launch(*given)
     except (ValueError, RuntimeError) as exc:  # the reference says so itself
-        assert counted and "rotat" in what, exc
+        assert counted and ("rotat" in what or "other rows" in what), exc
         return
     assert len(counted) == 1
     for a, b in zip(ours, module.reference(*given), strict=True):
@@ -151,3 +175,6 @@ def test_shapes_of_transformers(shape):
     packed = randn(4352, 2 * 10240, dtype=dtype, device=device)
     same_codes(*swiglu8.launch(*packed.chunk(2, -1), group=256), turned(
         swiglu.reference(*wide(*packed.chunk(2, -1))), 256), decided=3e-3, ulps=200)  # fmt: skip
+    joined, values = randn(4352, 3072, dtype=dtype, device=device), packed[:, 3072:15360]
+    wanted = torch.cat([joined.double(), F.gelu(values.double(), approximate="tanh")], -1)
+    same_codes(*gelu8.launch(values, "tanh", 256, joined), turned(wanted, 256), decided=3e-3, ulps=200)

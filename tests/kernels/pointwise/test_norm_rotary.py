@@ -10,7 +10,7 @@ from kernels.support import close, each_dtype, expected, expected_there, half_dt
 from sfast_ext.kernels.backend import registry
 from sfast_ext.kernels.pointwise import norm_rotary
 
-FORMS = ["none", "complex", "neighbours", "halves"]
+FORMS = ["none", "complex", "neighbours", "halves", "matrices", "matrices of halves"]
 # batch, tokens, heads, columns
 SHAPES = [(2, 5, 3, 64), (1, 3, 24, 96), (2, 2, 30, 128), (1, 7, 1, 2), (3, 1, 5, 30), (1, 1, 40, 120), (1, 2, 9, 44)]
 
@@ -28,6 +28,8 @@ def angles(form: str, shape: tuple[int, ...], device: torch.device, batch: int |
     if form == "complex":
         angle = randn(*rows, shape[3] // 2, dtype=torch.float32, device=device, std=9.0)
         return [torch.view_as_real(torch.polar(torch.ones_like(angle), angle)), None]
+    if form in norm_rotary.MATRICES:
+        return [randn(*rows, shape[3] // 2, 2, 2, dtype=torch.float32, device=device), None]
     return [randn(*rows, shape[3], dtype=torch.float32, device=device, std=9.0).cos() for _ in range(2)]
 
 
@@ -60,6 +62,23 @@ def test_parts_of_packed_queries_keys_and_values(device, dtype, form):
             close(y, expected(norm_rotary, some, weight[: shape[3]], 1e-6, *given, form), scale=2)
 
 
+@pytest.mark.thinned
+@half_dtype
+@pytest.mark.parametrize("form", ["none", "neighbours", "matrices of halves"])
+@pytest.mark.parametrize("sizes", [(2, 5, 3, 3, 64), (1, 7, 1, 24, 128), (3, 1, 4, 5, 30)], ids=str)
+def test_tokens_of_two_tensors(device, dtype, form, sizes):
+    batch, first, second, heads, columns = sizes
+    packed = randn(batch, first, 3, heads, columns, dtype=dtype, device=device, std=3.0)
+    of_second = randn(batch, heads, second, columns, dtype=dtype, device=device).transpose(1, 2)
+    weights = [randn(columns, dtype=dtype, device=device) for _ in range(2)]
+    given = angles(form, (batch, first + second, heads, columns), device)
+    for norm, other in (((weights[0], 1e-5), weights[1]), ((None, 1e-2), weights[1]), ((None, None), None)):
+        for x, y in ((packed[:, :, 1], of_second), (of_second, packed[:, :, 2])):
+            z = norm_rotary.launch(x, *norm, *given, form, y, other)
+            assert z.shape == (batch, first + second, heads, columns) and z.is_contiguous()
+            close(z, expected(norm_rotary, x, *norm, *given, form, y, other), scale=2)
+
+
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_angles_that_are_broadcast(device, form):
     x = randn(3, 5, 2, 64, dtype=torch.bfloat16, device=device)
@@ -69,9 +88,8 @@ def test_angles_that_are_broadcast(device, form):
     # without the leading dimensions, and apart in memory
     rest = [None if t is None else t[0] for t in (cosine, sine)]
     close(norm_rotary.launch(x, None, 1e-6, *rest, form), wanted, scale=2)
-    apart = [None if t is None else torch.cat([t, t], -2 if form == "complex" else -1) for t in (cosine, sine)]
-    columns = 32 if form == "complex" else 64
-    apart = [None if t is None else t.narrow(-2 if form == "complex" else -1, columns, columns) for t in apart]
+    dim = -2 if form == "complex" else -3 if form in norm_rotary.MATRICES else -1
+    apart = [None if t is None else torch.cat([t, t], dim).tensor_split(2, dim)[1] for t in (cosine, sine)]
     close(norm_rotary.launch(x, None, 1e-6, *apart, form), wanted, scale=2)
     one = [None if t is None else t[:, :1] for t in (cosine, sine)]  # the same for all tokens
     close(norm_rotary.launch(x, None, 1e-6, *one, form), expected(norm_rotary, x, None, 1e-6, *one, form), scale=2)
@@ -127,6 +145,10 @@ REFUSED = {
     "angles of other tokens": lambda x, c: ((x, None, None, c[:, :2], c[:, :2]), {"form": "neighbours"}),
     "a weight of another dtype": lambda x, c: ((x, torch.ones(64, device=x.device), 1e-6), {}),
     "float64": lambda x, c: ((x.double(), None, 1e-6), {}),
+    "tokens of other heads": lambda x, c: ((x, None, 1e-6), {"second": x[:, :, :2]}),
+    "tokens of another dtype": lambda x, c: ((x, None, 1e-6), {"second": x.float()}),
+    "a weight without a norm": lambda x, c: ((x,), {"second": x, "second_weight": x[0, 0, 0]}),
+    "a table that is none of matrices": lambda x, c: ((x, None, None, c), {"form": "matrices"}),
 }
 
 
@@ -167,6 +189,8 @@ def test_no_tokens(device):
         ((2, 4096, 16, 128), "halves"),
         ((1, 4608, 24, 128), "neighbours"),
         ((1, 512, 24, 128), "none"),
+        ((1, 4608, 24, 128), "matrices"),
+        ((2, 4096, 16, 128), "matrices of halves"),
     ],
     ids=str,
 )
@@ -180,3 +204,7 @@ def test_shapes_of_transformers(dtype, shape, form):
         x = part.unflatten(-1, (heads, columns))
         y = norm_rotary.launch(x, weight, 1e-5, *given, form)
         close(y, expected_there(norm_rotary, x, weight, 1e-5, *given, form), scale=2)
+        text, other = x[:, : tokens // 9].cos(), weight.flip(0)
+        rest = x[:, : tokens - tokens // 9]
+        y = norm_rotary.launch(text, other, 1e-5, *given, form, rest, weight)
+        close(y, expected_there(norm_rotary, text, other, 1e-5, *given, form, rest, weight), scale=2)
