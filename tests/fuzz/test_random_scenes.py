@@ -34,6 +34,7 @@ def test_scenes_are_of_every_kind_and_the_same_for_a_seed(host):
     assert ("tiny-control" if host == "sdnext" else '"model": "control"') in told
     assert {payload["batch_size"] for _, payload in pictures} == {1, 2}
     assert len({payload["sampler_name"] for _, payload in pictures}) >= 3
+    assert ("CLIP_stop" in told and "token_merging" in told) == (host != "sdnext")
 
 
 class Host:
@@ -92,6 +93,15 @@ def test_another_image_or_one_that_one_of_the_two_could_not_make_is_a_fault(stoc
     assert total.scenes == 2 * len(stock) and total.seeds == [4, 4] and total.reasons == {"why": 4}
 
 
+def test_each_scene_is_told_of_as_it_is_judged_and_the_counters_at_the_end():
+    told = []
+    random_scenes.compare(Host([[5], [7], None], [[5], [9], None]), None, 4, 3, "--again", say=told.append)
+    assert [(each["scene"], each["apart"], each["fault"]) for each in told[:-1]] == [
+        ("4/0", 0.0, False), ("4/1", 2.0, True), ("4/2", None, False),
+    ]  # fmt: skip
+    assert told[-1] == {"seed": 4, "counters": {"captures": 1}, "reasons_since_start": {"why": 2}, "last_error": None}
+
+
 def test_an_error_of_ours_is_a_fault():
     found = random_scenes.compare(Host([[5]], [[5]], "an error"), None, 4, 1, "--again")
     assert found.faults == ["an error; --again"]
@@ -101,5 +111,5 @@ def test_scenes_for_which_there_was_no_time_are_not_compared(monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr(random_scenes, "time", SimpleNamespace(monotonic=lambda: next(now)))
     # one second a look at the clock: the original makes two images of four, then all of these are compared
-    found = random_scenes.compare(Host([[5]] * 4, [[5], [9], [5], [5]]), None, 4, 4, "--again", 12)
+    found = random_scenes.compare(Host([[5]] * 4, [[5], [9], [5], [5]]), None, 4, 4, "--again", 16)
     assert found.scenes == 2 and [fault.split(":")[0] for fault in found.faults] == ["4/1"]

@@ -105,9 +105,11 @@ def make(folder: Path, program: Program = NEO) -> Path:
     return make_data(data, models)
 
 
-def make_models(folder: Path, program: Program, *large: str) -> None:
-    """Small checkpoints and LoRAs, in a folder that is not there yet, or a large checkpoint: see `forge_full.py`."""
-    make_by("forge_full.py" if large else "forge_models.py", folder, program, *large)
+def make_models(folder: Path, program: Program, *which: str) -> None:
+    """Shallow checkpoints and LoRAs, in a folder that is not there yet; those of `forge_small.py`, if `which` is
+    "small", or a large checkpoint: see `forge_full.py`."""
+    shallow = which in ((), ("small",))
+    make_by("forge_models.py" if shallow else "forge_full.py", folder, program, *which)
 
 
 def make_by(script: str, folder: Path, program: Program, *arguments: str) -> None:

@@ -1,11 +1,11 @@
 """Small random models for a real Forge of any kind: run by its interpreter, in its directory, with the directory to
 fill.
 
-    python forge_models.py OUT
+    python forge_models.py OUT [small]
 
 writes Stable-diffusion/, Lora/ and ControlNet/. Forge knows a model by its weights: width and context are those of SD
-1.5, and so are the text model and the VAE. The UNets are shallow: one and other are of one architecture, three has
-another level.
+1.5, and so are the text model and the VAE, or all have the widths of `forge_small.py`. The UNets are shallow: one and
+other are of one architecture, three has another level.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import forge_small
 import torch
 
 CONFIG = Path("backend/huggingface/runwayml/stable-diffusion-v1-5")
@@ -26,8 +27,8 @@ CHECKPOINTS = [("one", [1, 2], 1), ("other", [1, 2], 2), ("three", [1, 2, 2], 3)
 Make = Callable[..., torch.nn.Module]
 
 
-def of_neo() -> tuple[Make, torch.nn.Module, torch.nn.Module]:
-    """What makes a UNet, the text model and the VAE."""
+def of_neo(config: Path = CONFIG) -> tuple[Make, torch.nn.Module, torch.nn.Module]:
+    """What makes a UNet, the text model and the VAE, the last two as these files say."""
     # Forge Neo's flag, and Forge's
     sys.argv[1:] = ["--cpu", "--always-cpu"]
     packages = (Path.cwd() / "modules_forge" / "packages", Path.cwd() / "packages_3rdparty")
@@ -36,13 +37,13 @@ def of_neo() -> tuple[Make, torch.nn.Module, torch.nn.Module]:
     from backend.nn.vae import IntegratedAutoencoderKL
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    text = CLIPTextModel(CLIPTextConfig.from_pretrained(CONFIG / "text_encoder"))
-    vae = IntegratedAutoencoderKL.from_config(IntegratedAutoencoderKL.load_config(CONFIG / "vae"))
+    text = CLIPTextModel(CLIPTextConfig.from_pretrained(config / "text_encoder"))
+    vae = IntegratedAutoencoderKL.from_config(IntegratedAutoencoderKL.load_config(config / "vae"))
     return IntegratedUNet2DConditionModel, text, vae
 
 
-def of_classic() -> tuple[Make, torch.nn.Module, torch.nn.Module]:
-    """The same."""
+def of_classic(small: bool = False) -> tuple[Make, torch.nn.Module, torch.nn.Module]:
+    """The same, of the widths of `forge_small.py` if `small`."""
     sys.argv[1:] = []
     sys.path[:0] = [str(Path.cwd())]
     from ldm_patched.modules import args_parser
@@ -58,8 +59,10 @@ def of_classic() -> tuple[Make, torch.nn.Module, torch.nn.Module]:
     from ldm_patched.modules import ops
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    text = CLIPTextModel(CLIPTextConfig.from_json_file("ldm_patched/modules/sd1_clip_config.json"))
-    sizes = {"resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128, "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2}
+    config = CLIPTextConfig.from_json_file("ldm_patched/modules/sd1_clip_config.json").to_dict()
+    text = CLIPTextModel(CLIPTextConfig(**{**config, **(forge_small.TEXT if small else {})}))
+    ch = forge_small.VAE if small else 128
+    sizes = {"resolution": 256, "in_channels": 3, "out_ch": 3, "ch": ch, "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2}
     vae = AutoencoderKL(
         ddconfig={"double_z": True, "z_channels": 4, "attn_resolutions": [], "dropout": 0.0, **sizes}, embed_dim=4
     )
@@ -67,13 +70,17 @@ def of_classic() -> tuple[Make, torch.nn.Module, torch.nn.Module]:
     return unet, text, vae
 
 
-def main(out: Path, checkpoints: Sequence[tuple[str, list[int], int]] = CHECKPOINTS) -> None:
-    make_unet, text, vae = of_neo() if CONFIG.is_dir() else of_classic()
+def main(out: Path, checkpoints: Sequence[tuple[str, list[int], int]] = CHECKPOINTS, small: bool = False) -> None:
+    if CONFIG.is_dir():
+        make_unet, text, vae = of_neo(forge_small.write_files(CONFIG, out) if small else CONFIG)
+    else:
+        make_unet, text, vae = of_classic(small)
+    width, context = (forge_small.WIDTH, forge_small.CONTEXT) if small else (320, 768)
     from safetensors.torch import save_file
 
     for folder in ("Stable-diffusion", "Lora", "ControlNet", "VAE", "text_encoder", "embeddings"):
         (out / folder).mkdir(parents=True, exist_ok=True)
-    beside = {
+    parts = {
         **randomise("cond_stage_model.transformer.", text, 8),
         **randomise("first_stage_model.", vae, 9),
     }
@@ -81,7 +88,7 @@ def main(out: Path, checkpoints: Sequence[tuple[str, list[int], int]] = CHECKPOI
         depth = len(levels)
         unet = make_unet(
             in_channels=4,
-            model_channels=320,
+            model_channels=width,
             out_channels=4,
             num_res_blocks=[1] * depth,
             channel_mult=levels,
@@ -90,14 +97,15 @@ def main(out: Path, checkpoints: Sequence[tuple[str, list[int], int]] = CHECKPOI
             transformer_depth=[1] * depth,
             transformer_depth_output=[1] * 2 * depth,
             transformer_depth_middle=1,
-            context_dim=768,
+            context_dim=context,
         )
         weights = randomise("model.diffusion_model.", unet, seed)
-        save_file({**weights, **beside}, out / "Stable-diffusion" / f"{name}.safetensors")
+        save_file({**weights, **parts}, out / "Stable-diffusion" / f"{name}.safetensors")
         if name == "one":
             save_file(lora(weights, 10), out / "Lora" / "strong.safetensors")
             save_file(lora(weights, 11), out / "Lora" / "second.safetensors")
-            save_file(control(weights, 12), out / "ControlNet" / "control.safetensors")
+            beside = control(weights, 12, (width, width, width, 2 * width))
+            save_file(beside, out / "ControlNet" / "control.safetensors")
 
 
 def randomise(prefix: str, model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
@@ -149,7 +157,7 @@ def control(
         tensors[f"{name}.weight"] = torch.randn((out, into, size, size), generator=generator) * (into * size**2) ** -0.5
         tensors[f"{name}.bias"] = 0.05 * torch.randn(out, generator=generator)
 
-    hint = [3, 16, 16, 32, 32, 96, 96, 256, 320]
+    hint = [3, 16, 16, 32, 32, 96, 96, 256, widths[0]]
     for i, (into, out) in enumerate(zip(hint, hint[1:])):
         convolution(f"input_hint_block.{2 * i}", out, into, 3)
     for i, width in enumerate(widths):
@@ -159,4 +167,4 @@ def control(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    main(Path(sys.argv[1]).resolve(), small=sys.argv[2:] == ["small"])

@@ -1,7 +1,8 @@
 """The hosts of `random_scenes.py`: their start, and which scenes a seed stands for in each.
 
-Scenes are small, so that a thousand take minutes: most images are of 64², and of four seeds the images of three are
-made of latents by the WebUI's own matrix, as its previews, instead of by the VAE.
+Scenes are small: most images are of 64², and of four seeds the images of three are made of latents by the WebUI's own
+matrix, as its previews, instead of by the VAE. On a CPU the models are those of `forge_small.py`, and a scene takes one
+to two seconds of a core; on a GPU they have the widths that its kernels are for.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any, Protocol
 
 from benchmarks.webui.hosts import small_card
 
-from . import forge, sdnext
+from . import forge, forge_small, sdnext
 from .a1111 import IMG2IMG, IN_FP32, IN_HALF, INIT, PLAIN, Round, make_data, play
 from .test_forge import controlled
 from .webui import VAE_PLANS, WebUI, add_extension
 
+SMALL = Path(forge_small.__file__).read_text(encoding="utf-8")
 LONG = "and many more words that make it longer than the length that a text model reads at once, " * 4
 PROMPTS = ("a dog", "a ship on the sea", "a dog AND a ship:0.6", "[a dog:a ship:0.5]", LONG)
 NEGATIVE = ("", "a cat", LONG)
@@ -26,6 +28,10 @@ SIZES = ((64, 64), (64, 64), (64, 64), (64, 64), (128, 128), (72, 136), (192, 64
 SAMPLERS = ("Euler", "Euler a", "Heun", "DPM++ 2M")
 WEIGHTS = (-0.1, 0.05, 0.1, 0.2)
 """Of LoRAs: stronger ones make of rounding another image."""
+OVERRIDES = ({"CLIP_stop_at_last_layers": 2}, {"CLIP_stop_at_last_layers": 2}, {"token_merging_ratio": 0.5})
+"""Settings of a Forge for one image."""
+APART = 0.1
+"""In fp32 on a CPU, mean of 255: a LoRA of the least weight changes four or more."""
 
 
 class Host(Protocol):
@@ -77,17 +83,28 @@ class Forge:
         self.name, self.flags = self.program.name, self.program.flags
 
     @property
+    def small(self) -> bool:
+        """Whether models are in miniature."""
+        return "cpu" in self.flags and self.card is None
+
+    @property
     def tolerance(self) -> float:
+        if self.small:
+            return APART
         return IN_FP32 if "fp32" in self.flags else IN_HALF
 
     def make_models(self, folder: Path) -> None:
-        forge.make_models(folder, self.program)
+        forge.make_models(folder, self.program, *["small"] * self.small)
 
     def make_data(self, data: Path, models: Path) -> None:
         make_data(data, models)
+        if self.small:
+            add_extension(data, "small-models", f"{SMALL}\nnarrow({str(models)!r})\n")
 
     def start(self, data: Path, seed: int, *, extension: bool) -> WebUI:
         settings: dict[str, Any] = {"sd_vae_decode_method": "Full" if seed % 4 == 0 else self.latents}
+        # see SETTINGS of `forge.py`
+        settings["CLIP_stop_at_last_layers"] = 1
         settings |= {"sfast_allow_cpu": True} if extension else {"disabled_extensions": ["stable-fast"]}
         name = "extended" if extension else "stock"
         return forge.start(data, name, settings, self.program, packages=small_card(self.card))
@@ -120,6 +137,8 @@ class Forge:
         if draw.random() < 0.05:
             scripts |= forge.with_freeu(self.program)
         payload |= {"alwayson_scripts": scripts} if scripts else {}
+        if draw.random() < 0.12:
+            payload["override_settings"] = draw.choice(OVERRIDES)
         kind = draw.random()
         if kind < 0.2:
             return "img2img", {**payload, "init_images": [INIT], "denoising_strength": 0.6}
@@ -153,7 +172,7 @@ class SDNext:
     name = "SD.Next"
 
     def __post_init__(self) -> None:
-        self.flags, self.tolerance = sdnext.FLAGS, sdnext.TOLERANCE
+        self.flags, self.tolerance = sdnext.FLAGS, APART if sdnext.ON_CPU else sdnext.TOLERANCE
 
     def make_models(self, folder: Path) -> None:
         sdnext.make_models(folder)

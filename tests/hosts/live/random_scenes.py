@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks import records
 
@@ -33,7 +35,6 @@ FAILED: list[str] = []
 
 def played(host: Host, webui: WebUI, steps: Round, until: float = math.inf) -> Iterator[tuple[str, list[str]]]:
     """The images of scenes by their names, of those that are begun before a time."""
-    host.ready(webui)
     for name, route, payload in host.named(webui, steps):
         if time.monotonic() > until:
             return
@@ -68,43 +69,63 @@ class Found:
         self.faults += other.faults
 
 
-def judge(found: Found, name: str, ours: list[str], stock: list[str], tolerance: float, again: str) -> None:
-    """Compare the images of a scene."""
+def judge(
+    found: Found, name: str, ours: list[str], stock: list[str], tolerance: float, again: str
+) -> dict[str, Any] | None:
+    """Compare the images of a scene; what is said of it."""
     if name == "first":
-        return
+        return None
     found.scenes += 1
+    said: dict[str, Any] = {"scene": name, "images": len(ours), "apart": None, "fault": False}
     if not ours and not stock:
         found.failed += 1
     elif len(ours) != len(stock):
+        said["fault"] = True
         found.faults.append(f"{name}: {len(ours)} images, {len(stock)} without the extension; {again}")
     else:
-        difference = apart(ours, stock)
+        difference = said["apart"] = apart(ours, stock)
         found.worst = max(found.worst, difference)
         if not difference <= tolerance:
+            said["fault"] = True
             found.faults.append(f"{name}: {difference:.2f} of 255 apart; {again}")
+    return said
 
 
-def compare(host: Host, data: Path, seed: int, count: int, again: str, seconds: float = math.inf) -> Found:
+def compare(
+    host: Host,
+    data: Path,
+    seed: int,
+    count: int,
+    again: str,
+    seconds: float = math.inf,
+    say: Callable[[dict[str, Any]], None] = lambda said: None,
+) -> Found:
     """Play the scenes of a seed without the extension and with it.
 
     Args:
         again: the arguments that play them again.
-        seconds: after these no further scene is begun, without the extension after a fourth of them: to make plans
-            takes longer than such small images.
+        seconds: after these no further scene is begun, without the extension after a fourth of what both starts leave
+            of them: to make plans takes longer than such small images.
+        say: told of each scene as it is judged, and of the counters at the end.
     """
     found, steps, began = Found(seeds=[seed]), host.scenes(seed, count), time.monotonic()
     with host.start(data, seed, extension=False) as webui:
-        expected = dict(played(host, webui, steps, began + seconds / 4))
+        host.ready(webui)
+        now = time.monotonic()
+        expected = dict(played(host, webui, steps, now + (seconds - 2 * (now - began)) / 4))
     with host.start(data, seed, extension=True) as webui:
+        host.ready(webui)
         for name, pictures in played(host, webui, steps, began + seconds):
             if name not in expected:
                 break
-            judge(found, name, pictures, expected[name], host.tolerance, again)
+            if said := judge(found, name, pictures, expected[name], host.tolerance, again):
+                say(said)
         status = webui.get("/sfast/v1/status")
     found.counters.update(status["counters"])
     found.reasons.update(status["reasons_since_start"])
     if status["last_error"] is not None:
         found.faults.append(f"{status['last_error']}; {again}")
+    say({"seed": seed, **{name: status[name] for name in ("counters", "reasons_since_start", "last_error")}})
     return found
 
 
@@ -120,6 +141,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="models of several runs; made if missing")
     parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated on a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--lines", type=Path, metavar="FILE", help="a line of JSON is added for each scene")
     options = parser.parse_args(given)
     host, began, found = HOSTS[options.host], time.monotonic(), Found()
     if options.card is not None and isinstance(host, Forge):
@@ -128,9 +150,15 @@ def main(given: Sequence[str] | None = None) -> int:
     def tell() -> None:
         told = {"host": host.name, "flags": host.flags, "card_gib": options.card, **vars(found)}
         told["seconds"] = round(time.monotonic() - began)
+        told["core_seconds"] = round(sum(os.times()[2:4]))
         print(json.dumps(told), flush=True)
         if options.json:
             records.write(options.json, told)
+
+    def say(said: dict[str, Any]) -> None:
+        if options.lines:
+            with options.lines.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(said) + "\n")
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         models = options.models or Path(folder, "made")
@@ -144,8 +172,9 @@ def main(given: Sequence[str] | None = None) -> int:
             again = f"--host {options.host} --scenes {count} --each {options.each} --seed {seed}"
             again += f" --card {options.card:g}" if options.card else ""
             try:
-                return compare(host, data, seed, count, again, options.seconds)
+                return compare(host, data, seed, count, again, options.seconds, say)
             except (OSError, RuntimeError) as error:
+                say({"seed": seed, "fault": True, "ended": str(error)[:2000]})
                 return Found(seeds=[seed], faults=[f"the WebUI ended: {error}; {again}"])
 
         runs = [
