@@ -161,14 +161,15 @@ def start(
     common: dict[str, Any] = SETTINGS,
     packages: Path | None = None,
     ready: str = "/sdapi/v1/status",
-    said: str = "",
+    said: str = "Startup time",
 ) -> WebUI:
     """SD.Next with these settings beside the common ones.
 
     Args:
         flags: of its command line, beside those of `device`, which say how it computes.
         common: the common settings.
-        packages, ready, said: see `WebUI`.
+        packages, ready, said: see `WebUI`. SD.Next answers before it has loaded the model, and ignores until then that
+            settings name another model or offload.
     """
     (data / "config.json").write_text(json.dumps({**common, **settings}))
     link = data / "extensions" / "stable-fast"
