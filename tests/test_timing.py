@@ -119,7 +119,7 @@ def test_an_original_too_quick_for_the_clock_has_no_time(coarse, original_s, tol
     class Proven:
         device = CPU
         ms_before = ms_after = error = rounding_error = noise = None
-        banks = ()
+        banks, rounds_inputs = (), False
 
     proven, x = Proven(), torch.ones(3)
     work = coarse.work(0.001)
