@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sfast_ext import torch_state
 from sfast_ext.behaviour import surroundings
 from sfast_ext.hosts import gpu_room
+from sfast_ext.kernels.attention.operands import Operands
 from sfast_ext.kernels.eight_bits import quantise_rows
 from sfast_ext.passes import eight_bits_selection
 from sfast_ext.plans import plan
@@ -396,6 +397,8 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(host_order, "undisturbed", lambda: _as_it_is(card))
     # weights come in through pinned buffers, as on a real one, but for small models these are small
     patch.setattr(torch, "get_num_threads", lambda: 2)
+    # torch built for CUDA asks the driver
+    patch.setattr(Operands, "reads_shared_heads", lambda operands: False)
     patch.setattr(Staging.__init__, "__defaults__", (BUFFER_BYTES,))
     patch.setattr(
         Staging, "_buffer", lambda _, size: (torch.full((size,), 0xAA, dtype=torch.uint8), torch.cuda.Event())
