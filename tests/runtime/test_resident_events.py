@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,31 +15,32 @@ from sfast_ext import accelerate
 from sfast_ext.plans.graph_pool import pool_of
 
 from .eight_bits import On
-from .test_resident import CARD, CHANGES, OFF, away, card, halves, kernels  # noqa: F401
+from .resident_life import RandomLife
+from .test_resident import CARD, CHANGES, away, card, halves, kernels  # noqa: F401
 
 EVENTS = 12
 FIRST, SEEDS = (int(os.environ.get(name, default)) for name, default in (("SEED", "0"), ("SEEDS", "3")))
 """More of them: SEED=100 SEEDS=40 python -m pytest runtime/test_resident_events.py"""
 
 
-class Life(On):
+class Life(RandomLife, On):
     """A model, its twin, and what happens to them."""
+
+    most = 0.07
 
     def __init__(self, seed: int) -> None:
         super().__init__(CARD, "cuda")
-        self.rng = random.Random(seed)
+        self.begin(seed)
         self.rows = 64
-        self.done: list[str] = []
-        self.hook: object = None
 
-    def step(self) -> None:
-        name = self.rng.choice(list(EVENTS_BY_NAME))
-        self.done.append(name)
-        EVENTS_BY_NAME[name](self)
-        for _ in range(self.rng.randint(1, 3)):
-            error = self.error(self.rows)
-            exact = self.acc.config.eight_bits is False or self.hook is not None
-            assert error < (0.02 if exact else 0.07), (error, self.done, self.words())
+    def error_now(self) -> float:
+        return self.error(self.rows)
+
+    def hooked(self) -> nn.Module:
+        return self.ours.blocks[0]
+
+    def is_whole(self) -> bool:
+        return not away(self)
 
     def change(self) -> None:
         # a host that leaves a weight in system memory has its own error without plans
@@ -53,27 +52,6 @@ class Life(On):
         layer = {"uncounted": "blocks.0.ff_out", "a tensor on the gpu": "blocks.1.to_v"}.get(how, "blocks.1.ff_in")
         if scale is not None:
             self.both(lambda m: m.get_submodule(layer).weight.mul_(1 / scale))
-
-    def leave(self) -> None:
-        self.ours.to("cpu")
-        if self.rng.random() < 0.5:
-            self.acc.give_memory_back()
-        if self.rng.random() < 0.5:
-            self.change()
-        if self.rng.random() < 0.6:
-            with self.acc.keeping_aside(GPU):
-                if self.rng.random() < 0.5:
-                    self.acc.fetch_weights()
-                self.ours.to("cuda")
-        else:
-            self.ours.to("cuda")
-
-    def bypass(self) -> None:
-        if self.hook is None:
-            self.hook = self.ours.blocks[0].register_forward_hook(lambda module, given, result: result)
-        else:
-            self.hook.remove()  # type: ignore[attr-defined]
-            self.hook = None
 
     def over(self) -> None:
         ours, plain = self.ours.forward, type(self.ours).forward
@@ -91,10 +69,6 @@ class Life(On):
     def size(self) -> None:
         self.rows = self.rng.choice([32, 64, 256])
 
-    def switch(self) -> None:
-        self.acc.configure(OFF if self.acc.config.eight_bits else CARD)
-        assert self.acc.config.eight_bits or not away(self)
-
     def lend(self) -> None:
         layer = self.rng.choice([m for m in self.ours.blocks[1].modules() if isinstance(m, nn.Linear)])
         name = next(n for n, m in self.ours.named_modules() if m is layer)
@@ -106,11 +80,7 @@ class Life(On):
     def short(self) -> None:
         pool_of(GPU).make_room(self.acc.report, banks=self.rng.choice([0, 1 << 15, 1 << 17, math.inf]))
 
-    def generation(self) -> None:
-        self.acc.new_generation()
-
-
-EVENTS_BY_NAME: dict[str, Callable[[Life], None]] = {
+Life.events = {
     "a change": Life.change,
     "another change": Life.change,
     "it leaves the GPU and comes back": Life.leave,
@@ -128,7 +98,7 @@ EVENTS_BY_NAME: dict[str, Callable[[Life], None]] = {
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
 def test_random_events(card: Card, seed: int) -> None:  # noqa: F811
     life = Life(seed)
-    life.error(life.rows)
+    life.error_now()
     for _ in range(EVENTS):
         life.step()
     life.acc.release()

@@ -4,7 +4,6 @@ its twin gives."""
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +14,8 @@ from torch import nn
 from sfast_ext import accelerate
 from sfast_ext.plans.graph_pool import pool_of
 
-from .test_resident import CARD, OFF, card, kernels  # noqa: F401
+from .resident_life import RandomLife
+from .test_resident import card, kernels  # noqa: F401
 from .test_resident_transformers import HOOKS, On, fused  # noqa: F401
 
 EVENTS = 14
@@ -31,25 +31,26 @@ WAYS: dict[str, Callable[[nn.Module, str], object]] = {
 }
 
 
-class Life(On):
+class Life(RandomLife, On):
     """A transformer, its twin, and what happens to them."""
+
+    most = 0.09
 
     def __init__(self, kind: str, seed: int) -> None:
         super().__init__(kind)
-        self.rng, self.size, self.tokens = random.Random(seed), (8, 8), 5
+        self.begin(seed)
+        self.size, self.tokens = (8, 8), 5
         self.layers = sorted(self.leaving())
         self.others = sorted({name for name, _ in self.twin.named_parameters()} - set(self.layers))
-        self.done: list[str] = []
-        self.hook: object = None
 
-    def step(self) -> None:
-        name = self.rng.choice(list(EVENTS_BY_NAME))
-        self.done.append(name)
-        EVENTS_BY_NAME[name](self)
-        for _ in range(self.rng.randint(1, 3)):
-            error = self.error(self.size, self.tokens)
-            exact = self.acc.config.eight_bits is False or self.hook is not None
-            assert error < (0.02 if exact else 0.09), (error, self.done, self.words())
+    def error_now(self) -> float:
+        return self.error(self.size, self.tokens)
+
+    def hooked(self) -> nn.Module:
+        return self.ours.get_submodule(self.rng.choice(self.layers).removesuffix(".weight"))
+
+    def is_whole(self) -> bool:
+        return not self.away()
 
     def change(self) -> None:
         how = self.rng.choice(list(WAYS))
@@ -63,28 +64,6 @@ class Life(On):
         if how == "uncounted":
             self.acc.new_generation()
 
-    def leave(self) -> None:
-        self.ours.to("cpu")
-        if self.rng.random() < 0.5:
-            self.acc.give_memory_back()
-        if self.rng.random() < 0.4:
-            self.change()
-        if self.rng.random() < 0.6:
-            with self.acc.keeping_aside(GPU):
-                if self.rng.random() < 0.5:
-                    self.acc.fetch_weights()
-                self.ours.to("cuda")
-        else:
-            self.ours.to("cuda")
-
-    def bypass(self) -> None:
-        if self.hook is None:
-            layer = self.ours.get_submodule(self.rng.choice(self.layers).removesuffix(".weight"))
-            self.hook = layer.register_forward_hook(lambda module, given, result: result)
-        else:
-            self.hook.remove()  # type: ignore[attr-defined]
-            self.hook = None
-
     def again(self) -> None:
         config = self.acc.config
         self.acc.release()
@@ -93,10 +72,6 @@ class Life(On):
 
     def other_size(self) -> None:
         self.size, self.tokens = self.rng.choice([(8, 8), (8, 12), (12, 8)]), self.rng.choice([5, 7])
-
-    def switch(self) -> None:
-        self.acc.configure(OFF if self.acc.config.eight_bits else CARD)
-        assert self.acc.config.eight_bits or not self.away()
 
     def lend(self) -> None:
         path = self.rng.choice(self.layers).removesuffix(".weight")
@@ -110,11 +85,8 @@ class Life(On):
     def short(self) -> None:
         pool_of(GPU).make_room(self.acc.report)
 
-    def generation(self) -> None:
-        self.acc.new_generation()
 
-
-EVENTS_BY_NAME: dict[str, Callable[[Life], None]] = {
+Life.events = {
     "a change": Life.change,
     "another change": Life.change,
     "it leaves the GPU and comes back": Life.leave,
@@ -132,7 +104,7 @@ EVENTS_BY_NAME: dict[str, Callable[[Life], None]] = {
 def test_random_events(card: Card, seed: int) -> None:  # noqa: F811
     life = Life(NETWORKS[seed % len(NETWORKS)], seed)
     for _ in range(2):
-        assert life.error(life.size, life.tokens) < 0.07
+        assert life.error_now() < 0.07
     for _ in range(EVENTS):
         life.step()
     assert life.count("errors") == 0, life.acc.report.as_dict()["last_error"]
