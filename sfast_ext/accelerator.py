@@ -201,7 +201,7 @@ class Accelerator:
         """
         with self._model.lock:
             behaviour, _ = self._finder.keys.read()
-            if not self.plans or structure(self.module, self.hooks.ignored) != structure(module, hooks.ignored):
+            if structure(self.module, self.hooks.ignored) != structure(module, hooks.ignored):
                 return False
             try:
                 if not self.arena.move_to(module):
@@ -220,7 +220,8 @@ class Accelerator:
                 plan.weights_due = True
             self._cache.clear_rejected()
         self.install()
-        self.report.event("plans", f"{len(self.plans)} plans are kept for a model of the same architecture")
+        if self.plans:
+            self.report.event("plans", f"{len(self.plans)} plans are kept for a model of the same architecture")
         return True
 
     def release(self) -> None:
