@@ -4,8 +4,9 @@
 // neighbouring columns, THREADS * PACK columns apart.
 //
 // Compile-time parameters: TYPE, that of the rows (elements.h); GATED, whether it is SwiGLU of two rows, else GELU of
-// one; TANH (gelu.h); JOINED, whether the first columns are those of another tensor, as they are; GROUP, 0, 64, 128 or 256, for which PACK is 8; THREADS, ROWS, CHUNKS, PACK; EXACT, whether the
-// threads have just as many columns as a row.
+// one; TANH, which form of GELU; JOINED, whether the first columns are those of another tensor, as they are; GROUP, 0,
+// 64, 128 or 256, for which PACK is 8; THREADS, ROWS, CHUNKS, PACK; EXACT, whether the threads have just as many columns
+// as a row.
 
 #include "elements.h"
 #if !TANH

@@ -30,7 +30,7 @@ from sfast_ext.runtime import residency
 from sfast_ext.runtime.call_server import CallServer, building
 from sfast_ext.runtime.model_state import ModelState, ModuleContext
 from sfast_ext.runtime.plan_builder import PlanBuilder
-from sfast_ext.runtime.plan_cache import PlanCache, PlanKey
+from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, Waiting
 from sfast_ext.runtime.plan_finder import PlanFinder
 from sfast_ext.runtime.plan_runner import Failures, PlanRunner
 from sfast_ext.torch_state import compiles
@@ -63,9 +63,7 @@ class Accelerator:
         whole: Accelerator | None = None,
     ) -> None:
         config, hooks = config or Config(), hooks or Hooks()
-        self.name = name
-        self.whole = whole
-        self.report = report or Report()
+        self.name, self.whole, self.report = name, whole, report or Report()
         self._model: ModelState[Accelerator] = ModelState(self, module) if whole is None else whole._model
         self.arena: WeightArena = self._model.arena if whole is None else SubmoduleArena(self._model.arena, module)
         self.restores_for_saving = True
@@ -78,14 +76,12 @@ class Accelerator:
         )
         self._cache = cache = PlanCache(self.arena, self.report, self._model.lock, config.max_plans)
         self._backoff = CaptureBackoff()
-        self._runner = PlanRunner(context, cache)
-        failures = Failures(context, cache)
+        self._runner, failures = PlanRunner(context, cache), Failures(context, cache)
         self._builder = PlanBuilder(context, cache, self._runner, failures, self._backoff)
         self._finder = PlanFinder(context, cache, self._builder.roles, self._backoff, self._builder.changes)
         self.arena.is_table = lambda tensor: self._finder.keys.has(tensor)
         self._server = CallServer(context, cache, self._finder, self._runner, self._builder, failures, self._backoff)
-        self._released = False
-        self._inside = threading.local()
+        self._released, self._inside = False, threading.local()
 
     @property
     def module(self) -> nn.Module:
@@ -106,6 +102,11 @@ class Accelerator:
     def plans(self) -> OrderedDict[PlanKey, Plan]:
         """All plans, least recently used first."""
         return self._cache.plans
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """The last call that got no plan because none was earned."""
+        return self._cache.waiting
 
     @property
     def parts(self) -> list[Accelerator]:
@@ -200,7 +201,7 @@ class Accelerator:
         """
         with self._model.lock:
             behaviour, _ = self._finder.keys.read()
-            if not self.plans or structure(self.module, self.hooks.ignored) != structure(module, hooks.ignored):
+            if structure(self.module, self.hooks.ignored) != structure(module, hooks.ignored):
                 return False
             try:
                 if not self.arena.move_to(module):
@@ -219,7 +220,8 @@ class Accelerator:
                 plan.weights_due = True
             self._cache.clear_rejected()
         self.install()
-        self.report.event("plans", f"{len(self.plans)} plans are kept for a model of the same architecture")
+        if self.plans:
+            self.report.event("plans", f"{len(self.plans)} plans are kept for a model of the same architecture")
         return True
 
     def release(self) -> None:

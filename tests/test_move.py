@@ -10,6 +10,9 @@ from fuzz.nets import SmallNet
 from torch import nn
 
 from sfast_ext import Config, Hooks, accelerate
+from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.report import Report
+from sfast_ext.runtime import plan_cache
 
 CPU = Config(allow_cpu=True)
 
@@ -191,3 +194,52 @@ def test_saving_finds_the_strides_of_the_host_and_plans_go_on(used, tmp_path):
     nested = nn.ModuleDict({"unet": net}).state_dict()
     assert all(value.is_contiguous() for value in nested.values())
     assert copy.deepcopy(net).state_dict().keys() == twin.state_dict().keys()
+
+
+EARNED = Config(allow_cpu=True, earned=True)
+
+
+def images(attachment, nets, config=EARNED):
+    """How many plans are made for an image by each of some models, of which the host has one at a time."""
+    made = []
+    for net in nets:
+        acc = attachment.follow(net, config)
+        before = acc.report.counter("captures")
+        acc.new_generation()
+        for _ in range(3):
+            twin = copy.deepcopy(net)
+            twin.__dict__.pop("forward", None)
+            same(net, twin)
+        made.append(acc.report.counter("captures") - before)
+    return made
+
+
+@pytest.mark.parametrize("gone", [True, False])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_size_is_not_new_because_the_checkpoint_is(monkeypatch, count, gone):
+    # no clock decides
+    monkeypatch.setattr(plan_cache.Investment, "debt", lambda self: 1.0)
+    attachment, old = Attachment(lambda module: Hooks(), Report()), model(0)
+    assert images(attachment, [old]) == [0]
+    if gone:
+        thrown_away(old)
+    nets = [model(seed) for seed in range(1, count)]
+    assert images(attachment, nets)[0] == 1
+    assert "forward" not in vars(old) and len(attachment.status()) == 1
+    attachment.release()
+    assert all("forward" not in vars(net) for net in nets)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [differs_in_a_scalar, differs_in_a_layer, lacks_a_bias, has_a_processor_of_another_kind],
+)
+def test_a_size_is_new_to_a_model_of_another_architecture(change):
+    attachment, other = Attachment(lambda module: Hooks(), Report()), model(1)
+    change(other)
+    assert images(attachment, [model(0)]) == [0]
+    acc = attachment.follow(other, EARNED)
+    acc.new_generation()
+    other(*request())
+    assert captures(acc) == 0
+    attachment.release()

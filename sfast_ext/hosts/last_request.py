@@ -51,6 +51,8 @@ class LastRequest:
         self._session = session
         self._request: Any = None
         self._within: set[int] = set()
+        self.comparing = False
+        """Whether the image with the extension is being made. Its plans were asked for."""
         self._found: Compared | None = None
 
     def around(self, original: Callable[..., Any], p: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,12 +137,14 @@ class LastRequest:
         setattr(p, per_request.FORCED, chosen)
         was, thread = getattr(shared.opts, KEY), threading.get_ident()
         self._within.add(thread)
+        self.comparing = accelerated
         try:
             with self._session.report.tally() as tally:
                 began = time.perf_counter()
                 result = processing.process_images(p)
                 seconds = time.perf_counter() - began
         finally:
+            self.comparing = False
             self._within.discard(thread)
             if getattr(shared.opts, KEY) != was:
                 setattr(shared.opts, KEY, was)

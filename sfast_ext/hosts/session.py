@@ -218,8 +218,8 @@ class Session:
         self._follow_log_level()
         resident = None if self.FOLLOWS_RESIDENCE else False
         config = dataclasses.replace(settings.config_from(shared.opts, self.report), resident=resident)
-        if config.allow_cpu:
-            # plans on a CPU are for trying things out, and earn nothing
+        if config.allow_cpu or self.last_request.comparing:
+            # plans on a CPU are for trying things out, and earn nothing; what is compared was asked for
             config = dataclasses.replace(config, earned=False)
         if config.check == "never" and not self.is_tested():
             # what nobody has seen is served as far as it is seen to work

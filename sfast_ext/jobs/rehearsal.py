@@ -50,7 +50,7 @@ class Rehearsal:
         one_by_one: bool = False,
         kept: KeptCall | None = None,
     ) -> None:
-        plan = template(accelerator)
+        plan = template(accelerator) or (accelerator.waiting if accelerator is not None else None)
         if accelerator is None or (plan is None and kept is None):
             raise Refused(MAKE_ONE)
         self._accelerator, self._report = accelerator, report

@@ -206,9 +206,9 @@ class RareCalls:
     """When plans of a module are made that is called about once for each image and takes long, as a VAE; see
     `Config.rare_calls`.
 
-    A plan is made when it pays, at the second call of its kind at the earliest, and at most one in a generation.
-    Nothing is run only to be timed: the original's runs are those of the user's images, and so is the first one of the
-    plan.
+    A plan is made when it pays, at the third call of its kind at the earliest, or with an infinite gain at the second;
+    at most one is made in a generation. Nothing is run only to be timed: the original's runs are those of the user's
+    images, and so is the first one of the plan.
     """
 
     def __init__(self) -> None:

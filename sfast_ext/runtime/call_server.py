@@ -29,7 +29,7 @@ from sfast_ext.runtime import residency
 from sfast_ext.runtime.eight_bits import is_due
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_builder import OriginalRun, PlanBuilder
-from sfast_ext.runtime.plan_cache import Earnings, PlanCache
+from sfast_ext.runtime.plan_cache import Earnings, PlanCache, Waiting
 from sfast_ext.runtime.plan_finder import HostFailed, Lookup, PlanFinder, ReplayState
 from sfast_ext.runtime.plan_runner import Failures, OriginalFailed, PlanRunner
 from sfast_ext.timing import Pace, Stopwatch
@@ -138,6 +138,7 @@ class CallServer:
         if not (lookup.key_confirmed and self._is_earned(lookup.shape_signature)):
             # if it was not when it was looked up, its key may be an old one
             self._report.bypassed(NEW_KIND())
+            self._cache.waiting = Waiting(lookup.key.signature, lookup.key.device, self._builder.label(lookup))
             return False
         if not lock.acquire(blocking=False):
             return False

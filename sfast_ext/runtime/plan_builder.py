@@ -157,7 +157,7 @@ class PlanBuilder:
             # their plans bind weights, which then cannot be packed for the whole
             for part in context.model.parts:
                 part.forget_plans("the model is captured as a whole")
-        label = self._label(lookup)
+        label = self.label(lookup)
         try:
             with self._preparation(label, device):
                 at("weights")
@@ -183,7 +183,7 @@ class PlanBuilder:
             interrupted=context.hooks.interrupted,
         )
 
-    def _label(self, lookup: Lookup) -> str:
+    def label(self, lookup: Lookup) -> str:
         signature, words = lookup.call.signature, self._context.hooks.words
         return (words(signature.shapes()) if words is not None else None) or signature.words()
 

@@ -53,12 +53,21 @@ class PlanKey(NamedTuple):
         return self.behaviour, self.host, self.device
 
 
+class Waiting(NamedTuple):
+    """A call of a kind that has no plan yet; see `Earnings`."""
+
+    signature: Signature
+    device: torch.device
+    label: str
+
+
 class PlanCache:
     """Caches plans. A plan is bound to its weights while it is cached.
 
     Attributes:
         size: the maximum number of plans.
         latest: the plan that was added or used last.
+        waiting: the last call that got no plan because none was earned.
         rejected: why there is no plan for some keys.
 
     Args:
@@ -68,6 +77,7 @@ class PlanCache:
     def __init__(self, arena: WeightArena, report: Report, lock: threading.RLock, size: int) -> None:
         self.plans: OrderedDict[PlanKey, Plan] = OrderedDict()
         self.latest: Plan | None = None
+        self.waiting: Waiting | None = None
         self.size = size
         self.rejected: OrderedDict[Hashable, Rejection] = OrderedDict()
         self._expired: dict[Hashable, int] = {}
@@ -168,6 +178,7 @@ class PlanCache:
             if reason and self.plans:
                 self._report.event("plans", f"all plans are dropped: {reason}")
             self.clear_rejected()
+            self.waiting = None
             with contextlib.ExitStack() as each:
                 # all of them, even if one raises
                 for key in list(self.plans):

@@ -83,8 +83,8 @@ SETTINGS = (
         "sfast_enabled",
         "enabled",
         "Make images faster with Stable Fast",
-        "The first image of a new size takes a few seconds longer, the next ones are faster. Off: the WebUI's own "
-        "code makes the image, for comparison",
+        "The second image of a size takes a few seconds longer, the next ones are faster. Off: the WebUI's own code "
+        "makes the image, for comparison",
     ),
     Setting(
         "sfast_vae",

@@ -15,10 +15,7 @@ PASSWORD = (
     "The WebUI's API asks for a password. Open the address /sfast/v1/report of this WebUI in this browser and log in,"
     " then press the button again."
 )
-AFRESH = (
-    "<h3>Start afresh</h3> <span>Frees the GPU memory of all sizes. The next image of each takes as long as its first"
-    " one did.</span>"
-)
+AFRESH = "<h3>Start afresh</h3> <span>Frees the GPU memory of all sizes. Each is prepared again when it is used.</span>"
 
 
 @dataclass

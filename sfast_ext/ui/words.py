@@ -182,7 +182,7 @@ def _state(status: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
         return "original", ["original:", " ", *short], ["The last image was not accelerated:", " ", *why]
     if counted.get("prepared"):
         return "ready", ["prepared"], ["The next image of this size is faster", "."]
-    later = "The first image of a size takes a few seconds longer, the next ones are faster"
+    later = "The second image of a size takes a few seconds longer, the next ones are faster"
     return "ready", ["ready"], [later, "."]
 
 

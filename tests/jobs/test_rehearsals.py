@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from hosts.adapters.test_a1111 import count, host, started, status  # noqa: F401
 from hosts.standins.sdnext import hosted, pipeline
 
 from sfast_ext.hosts.a1111 import adapter
+from sfast_ext.hosts.session import Session
 from sfast_ext.jobs import measurements, rehearsal
 from sfast_ext.report import Report
 from sfast_ext.ui.requests import Refused, Wanted, from_text
@@ -87,6 +89,26 @@ def test_prepared_sizes_need_no_preparation_and_nothing_else_is_changed(host):  
     captures = count("captures")
     host.generate(size=16, steps=3)
     assert count("captures") == captures and status()["last_pass"]["prepared"] == 0
+
+
+@pytest.mark.parametrize("size", [8, 16])
+@pytest.mark.parametrize("job", ["prepare", "measure"])
+def test_one_image_is_enough_though_its_plan_was_not_earned(host, monkeypatch, size, job):  # noqa: F811
+    # as on a GPU
+    as_given = Session.config
+    monkeypatch.setattr(Session, "config", lambda self: dataclasses.replace(as_given(self), earned=True))
+    started(host)
+    host.generate(steps=3, size=size)
+    assert not marks()
+    getattr(a1111().rehearsals, job)([Wanted(128, 128, 1), Wanted(64, 64, 3)])
+    told = ended(a1111())
+    assert told["state"] == "done" and [row["ready"] for row in told["rows"]] == [True, True], told
+    assert [label for label, _, _ in marks()] == ["128x128, 1 image, 7 tokens", "64x64, 3 images, 7 tokens"]
+    host.generate(steps=3, size=16)
+    assert status()["last_pass"] == {"accelerated": 3, "bypassed": 0, "prepared": 0}
+    a1111().drop_plans()
+    with pytest.raises(Refused, match="make one image"):
+        a1111().rehearsals.prepare(from_text("64x64", "1"))
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,8 @@ from hosts.standins.sdnext import hosted, pipeline
 from sfast_ext.hosts import per_request
 from sfast_ext.hosts.a1111 import adapter
 from sfast_ext.hosts.last_request import LABELS
+from sfast_ext.hosts.session import Session
+from sfast_ext.ui import settings
 from sfast_ext.ui.requests import Refused
 
 KEY = "sfast_enabled"
@@ -116,6 +119,27 @@ def test_both_images_are_those_of_the_last_request_and_nothing_is_saved(world):
     # the user's own request is as it was
     assert not first.do_not_save_samples and first.n_iter == 4 and KEY not in first.override_settings
     assert status()["enabled"] and status()["last_error"] is None
+
+
+@pytest.mark.parametrize("sizes", [(8,), (8, 8), (8, 8, 16), (16, 8)])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_is_compared_need_not_be_earned(world, monkeypatch, sizes, enabled):
+    # as on a GPU
+    from_options, as_given = settings.config_from, Session.config
+    monkeypatch.setattr(settings, "config_from", lambda *args: replace(from_options(*args), allow_cpu=False))
+    monkeypatch.setattr(Session, "config", lambda self: replace(as_given(self), allow_cpu=True))
+    assert world.session.config().earned
+    setattr(world.opts, KEY, enabled)
+    for size in sizes:
+        world.image(size=size)
+    assert compared(world)["state"] == "done"
+    found = world.session.last_request.compared().told
+    assert found["accelerated"]["steps"] == {"accelerated": 3, "prepared": 0, "original": 0}
+    assert found["original"]["steps"]["accelerated"] == 0 and world.session.config().earned
+    setattr(world.opts, KEY, True)
+    captures = count("captures")
+    world.image(size=24)
+    assert count("captures") == captures
 
 
 def test_the_size_is_ready_after_it(world):
