@@ -60,6 +60,7 @@ class Attachment:
         # in the last step: that forward, and how many calls the module and its parts had had by then
         self._last_step: tuple[Any, int] | None = None
         self._idle_reason: Reason | None = None
+        self._switched_off = False
 
     def follow(self, module: nn.Module | None, config: Config, *, keep: Iterable[nn.Module] = ()) -> Accelerator | None:
         """Accelerate `module` as `config` says, and release every other module.
@@ -83,12 +84,14 @@ class Attachment:
         with self._lock:
             kept = [*modules, *keep]
             if not kept or not config.enabled:
+                self._switched_off = self._switched_off or bool(self._accelerators) and not config.enabled
                 self.release()
                 return [None for _ in modules]
             left = [a for a in self._accelerators if not any(a.module is m for m in kept)]
             followed = [self._follow_one(module, config, left) for module in modules]
             for accelerator in left:
                 self._release(accelerator)
+            self._switched_off = False
             return followed
 
     def unchanged(self, module: nn.Module | None) -> bool:
@@ -213,6 +216,9 @@ class Attachment:
         self._accelerators.append(accelerator)
         self._announced = None
         self._reinstall(accelerator)
+        if self._switched_off:
+            # who switches it off and on again compares: plans need not be earned
+            accelerator.forget_plans(None)
         return accelerator
 
     def _move_plans(self, accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> bool:

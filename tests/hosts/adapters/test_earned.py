@@ -56,6 +56,16 @@ def test_faces_in_sizes_that_never_repeat_get_no_plan(host):
     assert a1111.A1111Session.running.report.counter("eager_runs") == 3 + 4
 
 
+def test_who_switches_it_off_and_on_again_gets_a_plan_at_once(host):
+    assert made(host, 8) == 0
+    for _ in range(2):
+        host.opts.sfast_enabled = False
+        assert made(host, 8) == 0
+        host.opts.sfast_enabled = True
+        assert made(host, 8) == 1
+    assert made(host, 8) == 0 and made(host, 16) == 0
+
+
 def test_sizes_that_repeat_get_their_plans_with_the_second_image(host):
     assert made(host, 8, 16, 10) == 0
     assert made(host, 8, 16, 10) == 3
