@@ -25,18 +25,29 @@ MUTATIONS = [
         Mutation(
             f"what a weight is made of was replaced: {what}", _INNER,
             source, "",
-            (_SEEN + f"[{event}]",),
+            (_INNER_TEST + test,),
         )
-        for what, source, event in (
-            ("its scale", ", (fields, _SCALE, scale)", "scale of frozen parameters"),
-            ("its parameters", ', (held, "_params", params)', "scale of new parameters"),
-            ("its codes", "(held, _CODES, codes),", "codes are another tensor"),
+        for what, source, test in (
+            ("its scale", ", (fields, _SCALE, scale)", "a_scale_of_the_same_value_is_another_tensor"),
+            ("its parameters", ', (held, "_params", params)',
+             "what_is_replaced_or_written_to_is_seen[scale of new parameters]"),
+            ("its codes", "(held, _CODES, codes),", "what_is_replaced_or_written_to_is_seen[codes are another tensor]"),
         )
     ),
     Mutation(
         "a weight of another form", _INNER,
-        "found is None or found[1] != self.form", "found is None",
+        "if found is not None and found.form != self.form:", "if False:",
         (_INNER_TEST + "another_form_is_captured_anew[a field]",),
+    ),
+    Mutation(
+        "a weight that was exchanged with another in Python", _INNER,
+        "            and all(map(operator.is_, map(_ATTRIBUTES, self._outer), self._attributes))\n", "",
+        (f"{_SEEN}[exchanged with another]",),
+    ),
+    Mutation(
+        "a field of frozen parameters", _INNER,
+        "            and all(map(operator.eq, self._fields, self._were))\n", "",
+        (_INNER_TEST + "another_form_is_captured_anew[a field of frozen parameters]",),
     ),
     *(
         Mutation(
