@@ -57,12 +57,22 @@ MUTATIONS = [
         )
         for what, source, mutant, test in (
             ("of such products", "plan.rounds_inputs and not error <= most", "not error <= most", "0.04-options0"),
-            ("if it is measured", "if math.isfinite(moved) else 0.0", "if moved else 0.0", "0.04-options2"),
+            ("if it is measured", " or not math.isfinite(moved):", ":", "0.04-options2"),
         )
     ),
     Mutation(
+        "inputs of whole numbers", "plans/graph_facts.py",
+        " and not whole.issuperset(narrow):", " and any(True for _ in narrow):",
+        ("runtime/test_rounded_inputs.py::test_products_with_weights_that_are_widened_first_do_not",),
+    ),
+    Mutation(
+        "a plan that differs by what rounded inputs explain, and other settings", "runtime/plan_runner.py",
+        "(most := most_of(plan, config))", "(most := config.tolerance)",
+        ("runtime/test_rounded_inputs.py::test_settings_that_change_nothing_keep_what_was_kept",),
+    ),
+    Mutation(
         "weights that are widened before a product", "plans/graph_facts.py",
-        "elif not following.isdisjoint(given):", "else:",
+        "elif not following.isdisjoint(given):", "elif given:",
         ("runtime/test_rounded_inputs.py::test_products_with_weights_that_are_widened_first_do_not",),
     ),
     Mutation(
