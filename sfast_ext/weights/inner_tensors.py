@@ -62,7 +62,7 @@ class Watch:
         self._fields, self._were = list[dict](), list[dict]()
 
     def add(self, container: dict, name: str, outer: Any, found: Found | None) -> None:
-        """Look at a slot as well, in which this is."""
+        """Watch another slot, which holds `outer`; `found` is None if it is of another form."""
         for home, key, held in ((container, name, outer), *(() if found is None else found.places)):
             self._homes.append(home)
             self._names.append(key)
@@ -76,6 +76,7 @@ class Watch:
             self._were.append(dict(found.fields))
 
     def extend(self, other: Watch) -> None:
+        """Watch what another one watches."""
         for mine, its in zip(vars(self).values(), vars(other).values()):
             mine.extend(its)
 
