@@ -123,15 +123,20 @@ _NARROW = {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 def rounds_inputs(graph: fx.Graph) -> bool:
     """Whether products of a graph read 8 bits and what follows from an input. They round that input, here or in an
     operation of a library, so two correct results differ by more than one that keeps the bits of half precision."""
-    following: set[fx.Node] = set()
+    following, whole = set[fx.Node](), set[fx.Node]()
     for node in graph.nodes:
         given = node.all_input_nodes
         if node.op == "placeholder":
-            following.add(node)
+            val = node.meta.get("val")
+            # a mask of 8 bits is what it is
+            (following if isinstance(val, torch.Tensor) and val.is_floating_point() else whole).add(node)
         elif not following.isdisjoint(given):
             following.add(node)
-            if node.op == "call_function" and any(getattr(x.meta.get("val"), "dtype", None) in _NARROW for x in given):
+            narrow = (x for x in given if getattr(x.meta.get("val"), "dtype", None) in _NARROW)
+            if node.op == "call_function" and not whole.issuperset(narrow):
                 return True
+        elif not whole.isdisjoint(given):
+            whole.add(node)
     return False
 
 

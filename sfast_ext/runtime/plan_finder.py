@@ -80,6 +80,8 @@ class Lookup(NamedTuple):
     """Whether the plan's result is compared with the original's, which then is the result of the call."""
     state: ReplayState
     """Never BYPASS: a call that is bypassed has no lookup."""
+    copied: int = 0
+    """See `WeightArena.copied`: what other threads copy from then on the plan's run may have been without."""
 
     def exact(self) -> Lookup:
         """The same call, for a plan without 8 bits."""
@@ -230,7 +232,7 @@ class PlanFinder:
             self._sync(plan, later)
             confirmed = not self._reads(plan)
         state = state_of(plan, key_confirmed, confirmed)
-        return Lookup(call, key, plan, key_confirmed, confirmed, compared, state)
+        return Lookup(call, key, plan, key_confirmed, confirmed, compared, state, self._context.arena.copied)
 
     def _gets_no_plan(self, call: Call) -> bool:
         """Whether a call of this kind has no plan and gets none, whatever the model and the host are like."""
@@ -286,7 +288,7 @@ class PlanFinder:
         if not lookup.weights_confirmed:
             valid = False
             try:
-                valid = not self._sync(lookup.plan)
+                valid = not self._sync(lookup.plan) and self._context.arena.copied == lookup.copied
             finally:
                 # also if it raises
                 if not valid:

@@ -20,7 +20,7 @@ from sfast_ext.runtime.eight_bits import because, look, state_of_weights
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_finder import Lookup
-from sfast_ext.runtime.verify import NOISE_OF_ONE, Comparison, comparable, tolerance, too_slow
+from sfast_ext.runtime.verify import NOISE_OF_ONE, Comparison, comparable, most_of, too_slow
 from sfast_ext.timing import Stopwatch
 from sfast_ext.weights.weight import WeightsAway
 
@@ -133,7 +133,7 @@ class PlanRunner:
         if config.check == "never":
             return
         for key, plan in list(self._cache.plans.items()):
-            if plan.error is not None and not plan.error <= (most := tolerance(plan, config)):
+            if plan.error is not None and not plan.error <= (most := most_of(plan, config)):
                 if plan.banks:
                     self._cache.drop(key)
                 else:

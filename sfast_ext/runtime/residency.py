@@ -146,7 +146,7 @@ def settle(context: ModuleContext, plan: Plan) -> None:
         context.arena.fetch()
         context.arena.banks.fits = context.hooks.system_memory
         fill(context, plan)
-        # also of what was read meanwhile
+        # weights were read for changes while values came back: fill what that found
         fill(context, plan, context.arena.resident.due())
 
 

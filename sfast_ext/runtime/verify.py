@@ -140,6 +140,15 @@ def tolerance(plan: Plan, config: Config) -> float:
     return BUDGET * config.tolerance if plan.banks else config.tolerance
 
 
+def most_of(plan: Plan, config: Config) -> float:
+    """How far a plan may be from the original: what its rounded inputs explain, as far as that was measured, or the
+    tolerance."""
+    moved, limit = max(plan.noise or [0.0]), tolerance(plan, config)
+    if not plan.rounds_inputs or not math.isfinite(moved):
+        return limit
+    return max(limit, min(MAX_OF_ROUNDED_INPUTS * limit, MAX_NOISE * moved))
+
+
 def excess(plan: Plan, config: Config) -> float:
     """By how many times a plan is further from the original than it may be; infinity if that is not known."""
     limit = tolerance(plan, config)
@@ -179,7 +188,8 @@ class Comparison:
         # how far bfloat16 moves this plan's results was found out before
         most = tolerance if known is None else max(tolerance, MAX_OF_KNOWN * known)
         if plan.rounds_inputs and not error <= most:
-            most = max(most, self._of_rounded_inputs(errors))
+            self._explained(errors)
+            most = max(most, most_of(plan, self.config))
         over = not error <= most
         if known is None or over:
             plan.error = error
@@ -193,12 +203,6 @@ class Comparison:
         if over and not self._is_rounding():
             return reasons.INACCURATE(error, tolerance)
         return None
-
-    def _of_rounded_inputs(self, errors: Sequence[float]) -> float:
-        """How far a result may be from the original's because products round their inputs; 0 if that is not known."""
-        self._explained(errors)
-        moved = max(self.plan.noise or [0.0])
-        return min(MAX_OF_ROUNDED_INPUTS * self._tolerance, MAX_NOISE * moved) if math.isfinite(moved) else 0.0
 
     @property
     def _tolerance(self) -> float:

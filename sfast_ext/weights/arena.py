@@ -24,7 +24,7 @@ from sfast_ext.weights.copy_in import copy_in
 from sfast_ext.weights.gate import Gate
 from sfast_ext.weights.host_order import ModuleOrder, Turn, unrecorded
 from sfast_ext.weights.inner_tensors import form_of
-from sfast_ext.weights.original_layout import OriginalLayouts, Strides
+from sfast_ext.weights.original_layout import Strides
 from sfast_ext.weights.resident import Resident
 from sfast_ext.weights.tables import copied_table, table_of
 from sfast_ext.weights.tracked import TrackedWeights
@@ -69,8 +69,9 @@ class WeightArena:
         return self._tracked.root
 
     @property
-    def _layouts(self) -> OriginalLayouts:
-        return self._tracked.layouts
+    def copied(self) -> int:
+        """How many weights were copied or quantised so far."""
+        return self._tracked.copied
 
     @property
     def gate(self) -> Gate:
@@ -165,9 +166,8 @@ class WeightArena:
                     w.plans += 1
             tracked.refresh_live()
             # what no plan reads must not be kept alive; it may be a host's backup
-            tracked.weights = {
-                k: w for k, w in tracked.weights.items() if w.plans or self._layouts.strides_of(w.tensor) is not None
-            }
+            strides_of = tracked.layouts.strides_of
+            tracked.weights = {k: w for k, w in tracked.weights.items() if w.plans or strides_of(w.tensor) is not None}
             tracked.tables = {k: w for k, w in tracked.tables.items() if w.plans}
 
     def unbind(self, weights: Sequence[Weight]) -> None:
@@ -269,7 +269,7 @@ class WeightArena:
             tracked.drop_left()
             apart = {*tracked.vacant, *map(id, tracked.tables.values())}
             live = [w for w in weights if id(w) not in apart]
-            return vacancies(live, [*tracked.known(), *tracked.packs.all()], self._layouts)
+            return vacancies(live, [*tracked.known(), *tracked.packs.all()], self._tracked.layouts)
 
     def vacate(self, given: Sequence[Vacancy]) -> None:
         """Free the memory of live tensors, and that of banks. The next `sync` with weights on the GPU allocates the
@@ -286,7 +286,7 @@ class WeightArena:
                 self.banks.vacate()
             tracked.reset_detector()
             tracked.forget(tracked.vacant)
-            self._layouts.give_up()
+            self._tracked.layouts.give_up()
 
     def move_to(self, root: nn.Module) -> bool:
         """Track another module with parameters of the same names, shapes and dtypes. The next `sync` copies its values.
@@ -370,9 +370,9 @@ class WeightArena:
             tracked.order.keep(())
             tracked.memo.clear()
             tracked.reset_detector()
-            self._restore([each for each in laid if not self._layouts.is_original(*each)])
+            self._restore([each for each in laid if not self._tracked.layouts.is_original(*each)])
             if forget:
-                self._layouts.forget()
+                self._tracked.layouts.forget()
 
     def _restore(self, laid: Sequence[tuple[torch.Tensor, Strides]]) -> None:
         """Give tensors their original strides. No mode or transform of the caller, such as FakeTensorMode, sees it: it
@@ -381,7 +381,7 @@ class WeightArena:
         def restore() -> None:
             with host_order.undisturbed():
                 for tensor, original in laid:
-                    self._layouts.restore(tensor, original)
+                    self._tracked.layouts.restore(tensor, original)
 
         if laid:
             unrecorded(restore)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sfast_ext.weights.inner_tensors import InnerTensors, watched
+from sfast_ext.weights.inner_tensors import InnerTensors, Watch, watch_of
 from sfast_ext.weights.weight import Weight
 
 
@@ -29,7 +29,7 @@ class ChangeDetector:
         self._pointers = [w.pointer for w in self.weights]
         self._strides = [w.tensor.stride() for w in self.weights]
         self._inner = list({id(c): c for c in self._containers if type(c) is InnerTensors}.values())
-        self._watched: tuple[list[dict], list[str], list[Any]] | None = None
+        self._watch: Watch | None = None
 
     def changed(self) -> list[tuple[Weight, Any]]:
         """The weights that changed, with the current contents of their slots. Microseconds if nothing changed."""
@@ -51,13 +51,11 @@ class ChangeDetector:
 
     def _follow_outer(self) -> None:
         """Look at the weights that are made of others, if any was replaced."""
-        if self._watched is not None:
-            homes, names, held = self._watched
-            if all(map(operator.is_, map(dict.get, homes, names), held)):
-                return
+        if self._watch is not None and self._watch.holds():
+            return
         for inner in self._inner:
             inner.refresh()
-        self._watched = watched(self._inner)
+        self._watch = watch_of(self._inner)
 
     def forget(self, weights: Container[int]) -> None:
         """Drop the references to what was in the slots of these weights. They count as changed from now on."""
@@ -66,4 +64,4 @@ class ChangeDetector:
                 self._bound[i] = weight.tensor
                 if isinstance(container := self._containers[i], InnerTensors):
                     container.let_go()
-                    self._watched = None
+                    self._watch = None

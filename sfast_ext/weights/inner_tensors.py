@@ -8,10 +8,10 @@ library is imported here.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterator
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,10 +28,66 @@ _LAYOUTS = {
 }
 """The fields of each layout whose products are known. A layout with other fields is another one."""
 _CODES, _SCALE = "_qdata", "scale"
+_ATTRIBUTES = operator.attrgetter("__dict__")
 _STORED = {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 
-Watched = tuple[dict, str, Any]
-"""A dictionary, a name in it, and what it held."""
+
+class Found(NamedTuple):
+    """What a weight is made of.
+
+    Attributes:
+        tensors: by name.
+        form: what the weight has in addition: its class, layout, shape and dtype.
+        places: dictionaries, a name in each, and what it held.
+        attributes: those of the weight.
+        fields: those of its parameters.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    form: tuple[Any, ...]
+    places: list[tuple[dict, str, Any]]
+    attributes: dict[str, Any]
+    fields: dict[str, Any]
+
+
+class Watch:
+    """What tells whether weights of this kind were replaced, or written to in Python.
+
+    There is one list for each property, so that hundreds of weights are looked at in a handful of calls.
+    """
+
+    def __init__(self) -> None:
+        self._homes, self._names, self._held = list[dict](), list[str](), list[Any]()
+        self._outer, self._attributes = list[Any](), list[dict]()
+        self._fields, self._were = list[dict](), list[dict]()
+
+    def add(self, container: dict, name: str, outer: Any, found: Found | None) -> None:
+        """Watch another slot, which holds `outer`; `found` is None if it is of another form."""
+        for home, key, held in ((container, name, outer), *(() if found is None else found.places)):
+            self._homes.append(home)
+            self._names.append(key)
+            self._held.append(held)
+        if found is not None:
+            # `torch.utils.swap_tensors` gives a tensor another dictionary
+            self._outer.append(outer)
+            self._attributes.append(found.attributes)
+            # comfy_kitchen's `copy_from` writes into parameters that are frozen
+            self._fields.append(found.fields)
+            self._were.append(dict(found.fields))
+
+    def extend(self, other: Watch) -> None:
+        """Watch what another one watches."""
+        for mine, its in zip(vars(self).values(), vars(other).values()):
+            mine.extend(its)
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        return (
+            all(map(operator.is_, map(dict.get, self._homes, self._names), self._held))
+            and all(map(operator.is_, map(_ATTRIBUTES, self._outer), self._attributes))
+            # tensors among them are the same objects, and are not compared by value
+            and all(map(operator.eq, self._fields, self._were))
+        )
 
 
 class InnerTensors(dict):
@@ -49,8 +105,7 @@ class InnerTensors(dict):
     def __init__(self, container: dict[str, Any], name: str, form: tuple[Any, ...]) -> None:
         super().__init__()
         self._container, self.name, self.form = container, name, form
-        self.watched: list[Watched] = []
-        """What tells whether anything was replaced."""
+        self.watch: Watch | None = None
         self.refresh()
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -64,21 +119,22 @@ class InnerTensors(dict):
 
     def refresh(self) -> None:
         """Follow the weight in the slot, if it was replaced."""
-        if self.watched and all(home.get(name) is held for home, name, held in self.watched):
+        if self.watch is not None and self.watch.holds():
             return
         outer = self._container.get(self.name)
         found = _read(outer)
-        self.watched = [(self._container, self.name, outer)]
-        if found is None or found[1] != self.form:
+        if found is not None and found.form != self.form:
+            found = None
+        self.watch = Watch()
+        self.watch.add(self._container, self.name, outer, found)
+        if found is None:
             dict.clear(self)
-            return
-        tensors, _, watched = found
-        self.watched += watched
-        dict.update(self, tensors)
+        else:
+            dict.update(self, found.tensors)
 
     def let_go(self) -> None:
         """Hold no tensor until the next look."""
-        self.watched = []
+        self.watch = None
         dict.clear(self)
 
 
@@ -95,8 +151,8 @@ def inner_tensors(module: nn.Module, container: dict[str, Any], name: str) -> In
         return None
     known = _known.setdefault(module, weakref.WeakValueDictionary())
     inner = known.get((id(container), name))
-    if inner is None or inner.form != found[1]:
-        inner = known[id(container), name] = InnerTensors(container, name, found[1])
+    if inner is None or inner.form != found.form:
+        inner = known[id(container), name] = InnerTensors(container, name, found.form)
     inner.refresh()
     return inner
 
@@ -138,14 +194,16 @@ def is_followed(value: Any) -> bool:
     return _read(value) is not None
 
 
-def watched(inner: list[InnerTensors]) -> tuple[list[dict], list[str], list[Any]]:
-    """What tells whether any of these was replaced: dictionaries, names, and what they held."""
-    homes, names, held = zip(*chain.from_iterable(each.watched for each in inner))
-    return list(homes), list(names), list(held)
+def watch_of(inner: list[InnerTensors]) -> Watch:
+    """What tells whether any of these was replaced since its last `refresh`."""
+    watch = Watch()
+    for each in inner:
+        if each.watch is not None:
+            watch.extend(each.watch)
+    return watch
 
 
-def _read(outer: Any) -> tuple[dict[str, torch.Tensor], tuple[Any, ...], list[Watched]] | None:
-    """The tensors by name, the form, and what to watch."""
+def _read(outer: Any) -> Found | None:
     if not is_made_of_others(outer):
         return None
     held = outer.__dict__
@@ -162,4 +220,4 @@ def _read(outer: Any) -> tuple[dict[str, torch.Tensor], tuple[Any, ...], list[Wa
         return None
     form = type(outer), layout, type(params), tuple((name, value) for name, value in fields.items() if name != _SCALE)
     looked = [(held, _CODES, codes), (held, "_layout_cls", layout), (held, "_params", params), (fields, _SCALE, scale)]
-    return {_CODES: codes, _SCALE: scale}, form, looked
+    return Found({_CODES: codes, _SCALE: scale}, form, looked, held, fields)

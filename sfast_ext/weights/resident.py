@@ -143,7 +143,8 @@ class Resident:
 
         before, self._reading = self._reading, None
         changed |= before() if before is not None else set()
-        if before is None or restore is not None:
+        # what a call left that did not end was read too early for the next generation
+        if before is None or restore is not None or self.audit_all:
             # what is quantised in any case need not be read before
             read = {id(aside) for bank in banks if bank.known for aside, _ in bank.sources} - changed
             told = self._audited([used[key] for key in used if key in read])
@@ -186,8 +187,7 @@ class Resident:
         tracked.copied += len(banks)
 
     def _fill(self, banks: Sequence[Bank], quantise: Quantise, staging: Staging) -> None:
-        left = False
-        seen: list[tuple[Aside, tuple[Any, ...], torch.Tensor]] = []
+        left, seen = False, list[tuple[Aside, tuple[Any, ...], torch.Tensor]]()
         parts_left = {id(bank): len(bank.sources) for bank in banks}
         for some in batches(banks, BATCH_BYTES):
             for bank, *_ in some:

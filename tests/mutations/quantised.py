@@ -25,18 +25,29 @@ MUTATIONS = [
         Mutation(
             f"what a weight is made of was replaced: {what}", _INNER,
             source, "",
-            (_SEEN + f"[{event}]",),
+            (_INNER_TEST + test,),
         )
-        for what, source, event in (
-            ("its scale", ", (fields, _SCALE, scale)", "scale of frozen parameters"),
-            ("its parameters", ', (held, "_params", params)', "scale of new parameters"),
-            ("its codes", "(held, _CODES, codes),", "codes are another tensor"),
+        for what, source, test in (
+            ("its scale", ", (fields, _SCALE, scale)", "a_scale_of_the_same_value_is_another_tensor"),
+            ("its parameters", ', (held, "_params", params)',
+             "what_is_replaced_or_written_to_is_seen[scale of new parameters]"),
+            ("its codes", "(held, _CODES, codes),", "what_is_replaced_or_written_to_is_seen[codes are another tensor]"),
         )
     ),
     Mutation(
         "a weight of another form", _INNER,
-        "found is None or found[1] != self.form", "found is None",
+        "if found is not None and found.form != self.form:", "if False:",
         (_INNER_TEST + "another_form_is_captured_anew[a field]",),
+    ),
+    Mutation(
+        "a weight that was exchanged with another in Python", _INNER,
+        "            and all(map(operator.is_, map(_ATTRIBUTES, self._outer), self._attributes))\n", "",
+        (f"{_SEEN}[exchanged with another]",),
+    ),
+    Mutation(
+        "a field of frozen parameters", _INNER,
+        "            and all(map(operator.eq, self._fields, self._were))\n", "",
+        (_INNER_TEST + "another_form_is_captured_anew[a field of frozen parameters]",),
     ),
     *(
         Mutation(
@@ -46,12 +57,22 @@ MUTATIONS = [
         )
         for what, source, mutant, test in (
             ("of such products", "plan.rounds_inputs and not error <= most", "not error <= most", "0.04-options0"),
-            ("if it is measured", "if math.isfinite(moved) else 0.0", "if moved else 0.0", "0.04-options2"),
+            ("if it is measured", " or not math.isfinite(moved):", ":", "0.04-options2"),
         )
     ),
     Mutation(
+        "inputs of whole numbers", "plans/graph_facts.py",
+        " and not whole.issuperset(narrow):", " and any(True for _ in narrow):",
+        ("runtime/test_rounded_inputs.py::test_products_with_weights_that_are_widened_first_do_not",),
+    ),
+    Mutation(
+        "a plan that differs by what rounded inputs explain, and other settings", "runtime/plan_runner.py",
+        "(most := most_of(plan, config))", "(most := config.tolerance)",
+        ("runtime/test_rounded_inputs.py::test_settings_that_change_nothing_keep_what_was_kept",),
+    ),
+    Mutation(
         "weights that are widened before a product", "plans/graph_facts.py",
-        "elif not following.isdisjoint(given):", "else:",
+        "elif not following.isdisjoint(given):", "elif given:",
         ("runtime/test_rounded_inputs.py::test_products_with_weights_that_are_widened_first_do_not",),
     ),
     Mutation(

@@ -27,6 +27,16 @@ MUTATIONS = [
         (_TESTS + "test_what_a_digest_found_is_due_until_it_is_quantised",),
     ),
     Mutation(
+        "what was read for a call that was interrupted", "weights/resident.py",
+        " or self.audit_all:", ":",
+        (_COPIES + "test_what_was_read_for_a_call_that_was_interrupted_is_read_again",),
+    ),
+    Mutation(
+        "what another thread quantised while a plan ran", "runtime/plan_finder.py",
+        " and self._context.arena.copied == lookup.copied", "",
+        (_COPIES + "test_what_another_thread_quantised_meanwhile_discards_a_result",),
+    ),
+    Mutation(
         "banks without values", "weights/banks.py",
         "self.ready = not self.sources", "pass",
         (_TESTS + "test_memory_that_others_need",),

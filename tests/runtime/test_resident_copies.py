@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from pretended_card import GPU, Card
 
 from sfast_ext.plans.graph_pool import pool_of
+from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.weights import banks as weights_banks
 from sfast_ext.weights import resident as weights_resident
 from sfast_ext.weights.banks import Bank
 
 from .eight_bits import On, changed
-from .test_resident import CHANGES, OFF, away, card, halves, kernels, started, uncounted  # noqa: F401
+from .test_resident import CARD, CHANGES, OFF, away, card, halves, kernels, started, uncounted  # noqa: F401
 
 
 def give_way(on: On, most: float = math.inf) -> None:
@@ -29,6 +33,10 @@ def quantised(on: On) -> int:
 
 def refused(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+
+def interrupted(*args: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 def banks(on: On) -> list[Bank]:
@@ -94,6 +102,51 @@ def test_weights_that_are_read_meanwhile_are_told_of_by_the_next_question(
     (due,) = resident.due()
     assert due.copies is not None and not resident.reads and resident.due() == [due]
     assert on.error() < 0.06 and due.copies is None
+
+
+def test_what_was_read_for_a_call_that_was_interrupted_is_read_again(
+    card: Card, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    monkeypatch.setattr(weights_resident, "AUDITED_BYTES", 0)
+    on = started(calls=14)
+    give_way(on)
+    on.acc.new_generation()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PlanRunner, "run", interrupted)
+        on.call()
+    assert on.acc.arena.resident.reads
+    on.both(uncounted)
+    on.acc.new_generation()
+    assert on.error() < 0.06
+
+
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_what_another_thread_quantised_meanwhile_discards_a_result(
+    card: Card, monkeypatch: pytest.MonkeyPatch, check: str  # noqa: F811
+) -> None:
+    monkeypatch.setattr(weights_resident, "AUDITED_BYTES", 0)
+    on = started(replace(CARD, check=check), calls=14)
+    give_way(on)
+    on.both(uncounted)
+    on.acc.new_generation()
+    run, errors = PlanRunner.run, list[float]()
+
+    def in_a_thread() -> None:
+        with torch.no_grad(), card:
+            errors.append(on.error())
+
+    def run_both(*args: Any) -> Any:
+        monkeypatch.setattr(PlanRunner, "run", run)
+        result = run(*args)
+        other = threading.Thread(target=in_a_thread)
+        other.start()
+        other.join()
+        return result
+
+    before = quantised(on)
+    monkeypatch.setattr(PlanRunner, "run", run_both)
+    assert on.error() < 0.06 and errors[0] < 0.06
+    assert quantised(on) == before + 1 and on.count("errors") == 0, on.words()
 
 
 def test_what_has_no_values_is_not_copied(card: Card) -> None:  # noqa: F811

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import kitchen_standin
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from sfast_ext import Config
+from sfast_ext import Config, accelerate
 from sfast_ext.plans.graph_facts import rounds_inputs
 from sfast_ext.runtime.verify import Comparison, relative_error, rounded_otherwise
 
@@ -52,6 +53,24 @@ def test_a_plan_within_what_a_last_bit_makes_is_kept(error):
 ])  # fmt: skip
 def test_any_other_is_dropped(error, options):
     assert refusal(error, **options) is not None
+
+
+@pytest.mark.parametrize("error, noise, tolerance, kept", [
+    (0.05, [0.1], 0.02, True), (0.05, [0.01, 0.1], 0.02, True), (0.05, [0.1], 0.005, False),
+    (0.05, [0.03], 0.02, False), (0.05, None, 0.02, False), (0.05, [float("inf")], 0.02, False),
+    (0.2, [0.5], 0.02, False), (0.01, None, 0.02, True),
+])  # fmt: skip
+def test_settings_that_change_nothing_keep_what_was_kept(error, noise, tolerance, kept):
+    net, config = kitchen_standin.Net(), Config(allow_cpu=True, drop_slower=False)
+    accelerator = accelerate(net, config)
+    with torch.inference_mode():
+        for _ in range(3):
+            net(torch.randn(2, 4, 4, 4))
+    (plan,) = accelerator.plans.values()
+    plan.rounds_inputs, plan.error, plan.noise = True, error, noise
+    accelerator.configure(replace(config, max_plans=9, tolerance=tolerance))
+    assert (plan in accelerator.plans.values()) is kept
+    accelerator.release()
 
 
 def graph(make):
@@ -97,11 +116,27 @@ def dequantised_transposed(x, codes, scale, call):
     return call(aten.mm.default, x, wide)
 
 
+def integers(dtype, cast):
+    """Multiplies by another input, which is of whole numbers."""
+
+    def make(x, codes, scale, call):
+        with x.graph.inserting_after(x):
+            mask = x.graph.placeholder("mask")
+        mask.meta["val"] = torch.ones(2, 4, dtype=dtype)
+        narrow = call(aten.to.dtype, mask, torch.int8, dtype=torch.int8)
+        return call(aten.mul.Tensor, x, call(aten.to.dtype, narrow, torch.float32) if cast else narrow)
+
+    return make
+
+
 @pytest.mark.parametrize("make", [product, of_codes, of_float8])
 def test_products_that_round_their_inputs(make):
     assert rounds_inputs(graph(make))
 
 
-@pytest.mark.parametrize("make", [dequantised, dequantised_transposed, lambda x, *_: x])
+@pytest.mark.parametrize("make", [
+    dequantised, dequantised_transposed, lambda x, *_: x, *(integers(*each) for each in (
+        (torch.int8, True), (torch.int8, False), (torch.bool, True), (torch.int64, False))),
+])  # fmt: skip
 def test_products_with_weights_that_are_widened_first_do_not(make):
     assert not rounds_inputs(graph(make))

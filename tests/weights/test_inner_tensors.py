@@ -99,6 +99,10 @@ EVENTS = {
     "scale of frozen parameters": lambda net: object.__setattr__(params(net.second), "scale", torch.tensor(0.02)),
     "scale by data": lambda net: setattr(params(net.first).scale, "data", params(net.first).scale * 0.5),
     "copied into": lambda net: net.first.weight.copy_(other(net.first)),
+    "exchanged with another": lambda net: torch.utils.swap_tensors(net.first.weight, other(net.first)),
+    "attributes are another dictionary": lambda net: setattr(
+        net.second.weight, "__dict__", dict(vars(other(net.second)))
+    ),
     "kept elsewhere": swapped,
     "moved": applied,
     "moved twice": lambda net: (applied(net), applied(net)),
@@ -121,6 +125,15 @@ def test_what_is_replaced_or_written_to_is_seen(run, event):
         EVENTS[event](on.net)
     on.equal()
     assert on.captures == 1 and not on.reasons
+
+
+def test_a_scale_of_the_same_value_is_another_tensor(run):
+    on = run(rows=True)
+    object.__setattr__(params(on.net.first), "scale", params(on.net.first).scale.clone())
+    on.equal()
+    params(on.net.first).scale.mul_(-2)
+    on.equal()
+    assert on.captures == 1 and not on.reasons and not on.accelerator.report.counter("errors")
 
 
 @pytest.mark.parametrize("event", ["replaced", "codes written", "scale of new parameters", "moved"])
@@ -163,6 +176,8 @@ OTHER_FORMS = {
         setattr(net.first.weight, "_layout_cls", FP8), setattr(net.first.weight, "_params", kitchen_standin.Params(
             params(net.first).scale, torch.float32, (32, 16)))),
     "a field": convrot,
+    "a field of frozen parameters": lambda net: object.__setattr__(params(net.second), "convrot_groupsize", 64),
+    "dtype of frozen parameters": lambda net: object.__setattr__(params(net.first), "orig_dtype", torch.bfloat16),
     "a scale for each row": lambda net: setattr(
         net.second, "weight", quantised(net.second.weight.dequantize(), INT8, rows=True)
     ),
