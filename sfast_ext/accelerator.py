@@ -1,5 +1,5 @@
 """The accelerator replaces the forward of one module. For each call it decides between a plan and the original forward.
-It knows a callable and tensors, nothing of Stable Diffusion or of a WebUI. A host adds its knowledge through `Hooks`."""
+It knows a callable and tensors, nothing of Stable Diffusion or of a WebUI. A host adds knowledge through `Hooks`."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tensors that are held while the host is short of memory", "weights/arena.py",
-        "self._layouts.give_up()", "self._layouts.sweep()",
+        "self._tracked.layouts.give_up()", "self._tracked.layouts.sweep()",
         ("hosts/adapters/test_forge_programs.py::test_on_a_gpu_what_forge_moves_off_is_held_only_if_there_is_room",),
     ),
     Mutation(
