@@ -132,4 +132,7 @@ def test_the_last_image_is_compared_with_the_webui_s_own(webui, asked, data):
     options = webui.get("/sdapi/v1/options")
     assert options["sfast_enabled"] is True and webui.get("/sfast/v1/status")["last_error"] is None
     again = webui.post("/sdapi/v1/txt2img", PLAIN)
-    assert said(again)["accelerated"] == PLAIN["steps"] and apart(again["images"], webui.first["images"]) < TOLERANCE
+    # the run without the extension took the plans of other sizes: one step may prepare this one again
+    steps = said(again)
+    assert steps["accelerated"] + steps["prepared"] == PLAIN["steps"]
+    assert apart(again["images"], webui.first["images"]) < TOLERANCE
