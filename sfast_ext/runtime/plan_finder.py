@@ -8,7 +8,7 @@
       |                                                        the original forward, then a plan for the next call
       +-- a plan; key and weights confirmed --------------------------------> REPLAY_CONFIRMED
       |                                                        replay; the result is used
-      +-- a plan; the key, the weights or both not looked at yet -----------> REPLAY_SPECULATIVE
+      +-- a plan; the key or the weights not looked at, or not to the end --> REPLAY_SPECULATIVE
              replay; validate while the GPU works
                |-- unchanged: the result is used
                |-- changed: the result is discarded, the backoff is set, and the call is looked up again:

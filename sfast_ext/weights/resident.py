@@ -54,7 +54,7 @@ class Resident:
         """That of the banks."""
         self._reading: Callable[[], set[int]] | None = None
         self.audit_all = False
-        """Whether the next `sync` computes the digests of all."""
+        """Whether the next `sync` computes the digests of all; one that restores only begins to."""
 
     def __bool__(self) -> bool:
         return bool(self._asides)
