@@ -216,8 +216,8 @@ class Attachment:
         self._accelerators.append(accelerator)
         self._announced = None
         self._reinstall(accelerator)
-        if self._switched_off:
-            # who switches it off and on again compares: plans need not be earned
+        if self._switched_off and config.earned:
+            # who switches it off and on again compares: the next plan need not be earned
             accelerator.forget_plans(None)
         return accelerator
 
