@@ -3,7 +3,7 @@
 The forward of such a layer quantises the rows of its input, multiplies integers and applies the scales, each an
 operation that reads and writes whole tensors. SDNQ (0.2, `int8` weights with quantised products, no group of columns)
 computes what `quantise_rows` and `linear8` compute: symmetric, a scale for each row of the input and of the weight, in
-float32; sums are the same, and codes but for one of 5,000, near the middle of two. Other formats keep the operations
+float32; sums are the same, and codes but for one of 1,000, near the middle of two. Other formats keep the operations
 that the library runs: those of comfy_kitchen round the scale and the quotient to the dtype of the input.
 """
 
