@@ -268,12 +268,14 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=1, help="pictures at once (%(default)s)")
     parser.add_argument(
         "--way",
-        choices=sorted(WAYS),
+        choices=sorted(WAYS.keys() - {"earlier"}),
         action="append",
         dest="more",
         help="one more WebUI each: unet is without VAE and PNG, pillow without PNG, no-text without text encoders, "
         "eight with 8 bits",
     )
+    earlier = "a checkout of an earlier state: one more WebUI with that (not SD.Next)"
+    parser.add_argument("--earlier", type=Path, metavar="DIR", help=earlier)
     parser.add_argument("--another-prompt", action="store_true", help="for each picture")
     parser.add_argument("--breakdown", type=int, default=0, metavar="N", help="pictures that are taken apart (none)")
     parser.add_argument("--vae-plans-at-once", action="store_true", help="with the second picture, not when they pay")
@@ -293,7 +295,8 @@ def main() -> int:
     options = parser.parse_args()
     options.sizes = options.sizes or [(512, 512)]
     options.kinds = list(dict.fromkeys(options.kinds or ["txt2img"]))
-    options.ways = list(dict.fromkeys(["stock", *(options.more or []), "extended"]))
+    more = (options.more or []) + ["earlier"] * bool(options.earlier)
+    options.ways = list(dict.fromkeys(["stock", *more, "extended"]))
     options.flags = list(dict.fromkeys(options.flags or ["--opt-sdp-attention" if options.host == "a1111" else ""]))
     variable = HOSTS[options.host].variable
     if not os.environ.get(variable):
