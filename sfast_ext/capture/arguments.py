@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sfast_ext import argument_objects
+
 Path = tuple[Any, ...]
 
 
@@ -85,13 +87,13 @@ def _anew(value: Any, known: dict[int, Any]) -> Any:
         items = [_anew(x, known) for x in value]
         if all(a is b for a, b in zip(items, value)):
             return value
-        new = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _anew(getattr(value, f.name), known) for f in dataclasses.fields(value) if f.init}
-        try:
-            new = known[id(value)] = dataclasses.replace(value, **fields)
-        except (TypeError, ValueError):
+        new = argument_objects.make_tuple(type(value), items)
+    elif argument_objects.is_data(type(value)):
+        parts = argument_objects.entries(value, type(value))
+        if parts is None:
             return value
+        new = argument_objects.make_data(type(value), {name: _anew(each, known) for name, each in parts})
+        known[id(value)] = new
     else:
         return value
     return new
