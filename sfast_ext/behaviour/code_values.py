@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sfast_ext.behaviour.contents import Contents
-from sfast_ext.behaviour.foreign_code import COMMON, is_foreign, layers, package, written_by
+from sfast_ext.behaviour.foreign_code import COMMON, KERNELS, is_foreign, layers, package, written_by
 from sfast_ext.behaviour.forward_slot import AcceleratedForward
 from sfast_ext.behaviour.reach import code_names, functions_of, imported_names, runs_by_syntax
 from sfast_ext.behaviour.value_types import in_library, is_of_library
@@ -144,7 +144,7 @@ class CodeValues:
                 where = f"{around.get('__name__')}.{name}"
                 found += [name, self._found(around, name, where, names, own, strict, 0)]
         for name in sorted({*imported_names(function)}):
-            if package(name) not in COMMON:
+            if package(name) not in COMMON | KERNELS:
                 if name in sys.modules:
                     found += [name, self._found(sys.modules, name, name, names, own, strict, 0)]
                 elif strict:
@@ -197,18 +197,29 @@ class CodeValues:
         self, module: ModuleType, where: str, names: frozenset[str], own: str, strict: bool, depth: int
     ) -> Hashable:
         home, of = vars(module), package(module.__name__)
-        library = of != own and in_library(getattr(module, "__file__", None) or "")
+        # not by getattr, which may run code of the module
+        library = of != own and in_library(home.get("__file__") or "")
         # a module among values has no code around it that could belong to another library
         theirs = library and own != ""
         if of in COMMON or depth >= _MAX_MODULE_DEPTH or (not strict and theirs):
             return None
         found: list[Hashable] = []
+        if type(module) is not ModuleType and not library:
+            # its class looks up others
+            names |= self.names
         for name in sorted(names & home.keys()):
             value = home[name]
             if name.startswith("__") or (library and (callable(value) or isinstance(value, ModuleType))):
                 continue
             inner = self._found(home, name, f"{module.__name__}.{name}", names, own, strict and not library, depth + 1)
             found += [name, inner]
+        if not library:
+            if isinstance(made := home.get("__getattr__"), FunctionType):
+                # it runs for names that are not there
+                self.contents.name(home, "__getattr__")
+                found.append(self.function(made, f"{module.__name__}.__getattr__", strict))
+            if type(module) is not ModuleType:
+                found.append(self.kind(type(module), module.__name__, self.names, strict))
         return tuple(found)
 
     def _module_object(self, module: nn.Module, where: str, names: frozenset[str], strict: bool) -> Hashable:

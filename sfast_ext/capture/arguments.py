@@ -146,8 +146,7 @@ def _kept(now: Any, was: Any) -> tuple[Any, ...] | None:
     places: dict[int, list[int]] = {}
     for place, each in enumerate(was):
         places.setdefault(id(each), []).append(place)
-    if any(len(found) > 1 and isinstance(was[found[0]], torch.Tensor) for found in places.values()):
-        return None
+    # of a tensor that is there twice either may be taken: it is in each call of the plan
     found = [places[id(each)].pop(0) if places.get(id(each)) else None for each in now]
     return None if None in found else tuple(found)
 

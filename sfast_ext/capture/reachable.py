@@ -334,7 +334,11 @@ class Reachable:
 
     def _in_module(self, where: Where, module: Any, names: frozenset[str], entered: set[int], depth: int = 0) -> None:
         """What code finds in a module, and in modules that it finds there."""
-        if not isinstance(module, ModuleType) or id(module) in entered:
+        if id(module) in entered:
+            return
+        if not isinstance(module, ModuleType):
+            # an object may be in the place of a module
+            self._waiting.append((where, module))
             return
         entered.add(id(module))
         for generator in counters.generators_of(module, names):
@@ -342,6 +346,9 @@ class Reachable:
         if depth >= _ROUNDS or package(module.__name__) in _LIBRARIES:
             return
         inside = vars(module)
+        self._waiting.append(((module.__name__, "__getattr__"), inside.get("__getattr__")))
+        if type(module) is not ModuleType:
+            self._kinds[type(module)] = None
         for name in (names & self._stored) - inside.keys():
             self.name((module.__name__, name), inside, name)
         for name in names & inside.keys():

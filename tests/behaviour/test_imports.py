@@ -154,6 +154,94 @@ def test_what_a_forward_keeps_in_a_module_that_it_imports_is_kept_at_each_call(p
     assert sorted((state.calls, len(state.seen), getattr(state, "made", 0))) == [0, 0, 5]
 
 
+class InPlaceOfAModule:
+    calls = 0
+
+    def __init__(self, levels):
+        self.levels = levels
+
+    @property
+    def level(self):
+        return self.levels[0]
+
+
+class OtherModule(types.ModuleType):
+    @property
+    def level(self):
+        return self.levels[0]
+
+
+def an_object(levels):
+    return InPlaceOfAModule(levels)
+
+
+def of_another_class(levels):
+    made = OtherModule("made")
+    made.levels = levels
+    return made
+
+
+def with_getattr(levels):
+    made = types.ModuleType("made")
+    made.__getattr__ = lambda name: levels[0]
+    return made
+
+
+@pytest.mark.parametrize("imported", [True, False])
+@pytest.mark.parametrize("make", [an_object, of_another_class, with_getattr])
+def test_what_a_module_computes_when_it_is_asked_is_seen_at_the_next_call(make, imported, monkeypatch):
+    levels = [1.0]
+    monkeypatch.setitem(sys.modules, "made", make(levels))
+    monkeypatch.setitem(globals(), "MADE", sys.modules["made"])
+
+    def by_import(x):
+        import made
+
+        return x * made.level
+
+    with accelerated(by_import if imported else lambda x: x * MADE.level) as (net, accelerator):
+        x = torch.randn(2, 4)
+        for step in range(6):
+            levels[0] = 1.0 + step // 3
+            torch.testing.assert_close(net(x), net.linear(x) * levels[0])
+        assert accelerator.report.counter("captures") == 2
+
+
+def test_what_a_forward_keeps_in_an_object_in_place_of_a_module_is_kept_at_each_call(monkeypatch):
+    monkeypatch.setitem(sys.modules, "made", an_object([1.0]))
+
+    def run(x):
+        import made
+
+        made.calls += 1
+        return x
+
+    with accelerated(run) as (net, _):
+        for _ in range(5):
+            net(torch.randn(2, 4))
+    assert sys.modules["made"].calls == 5
+
+
+def test_what_a_modules_own_getattr_keeps_is_kept_at_each_call(monkeypatch):
+    calls = []
+    made = types.ModuleType("made")
+    made.__getattr__ = lambda name: calls.append(name) or 1.0
+    monkeypatch.setitem(sys.modules, "made", made)
+
+    def run(x):
+        import made
+
+        return x * made.level
+
+    with accelerated(run) as (net, _):
+        for _ in range(5):
+            net(torch.randn(2, 4))
+    assert calls.count("level") == 5
+
+
+MADE = None
+
+
 class Object:
     pass
 

@@ -157,6 +157,20 @@ MUTATIONS = [
         _IMPORTED,
     ),
     Mutation(
+        "objects in place of modules are no state",
+        "capture/reachable.py",
+        "            self._waiting.append((where, module))",
+        "            pass",
+        ("behaviour/test_imports.py::test_what_a_forward_keeps_in_an_object_in_place_of_a_module_is_kept_at_each_call",),
+    ),
+    Mutation(
+        "what a module does when it is asked is no state",
+        "capture/reachable.py",
+        '        self._waiting.append(((module.__name__, "__getattr__"), inside.get("__getattr__")))',
+        "        pass",
+        ("behaviour/test_imports.py::test_what_a_modules_own_getattr_keeps_is_kept_at_each_call",),
+    ),
+    Mutation(
         "new attributes of modules are no state",
         "capture/reachable.py",
         "        for name in (names & self._stored) - inside.keys():",

@@ -24,6 +24,21 @@ MUTATIONS = [
         (f"{_IMPORTS}::test_a_value_in_a_module_that_a_forward_imports_is_seen_at_the_next_call",),
     ),
     Mutation(
+        "what a module computes when it is asked", "behaviour/code_values.py",
+        'if isinstance(made := home.get("__getattr__"), FunctionType):', "if False:",
+        (f"{_IMPORTS}::test_what_a_module_computes_when_it_is_asked_is_seen_at_the_next_call",),
+    ),
+    Mutation(
+        "classes of modules of Python", "behaviour/code_values.py",
+        "if type(module) is not ModuleType: found.append", "if False: found.append",
+        (f"{_IMPORTS}::test_what_a_module_computes_when_it_is_asked_is_seen_at_the_next_call",),
+    ),
+    Mutation(
+        "functions of operators", "behaviour/value_types.py",
+        "if isinstance(value, _OPERATORS):", "if False:",
+        _FOUND,
+    ),
+    Mutation(
         "functions behind decorators of torch", "behaviour/code_values.py",
         "inside = [layer for layer in layers(value) if not self._is_theirs(layer, own)]", "inside = []",
         (f"{_IMPORTS}::test_a_value_behind_a_decorator_is_seen_at_the_next_call",),
