@@ -183,7 +183,7 @@ def flatten_call(
         mode, other_mode = autocast_mode(kind), autocast_mode("cpu" if kind == "cuda" else "cuda")
     # equal numbers may be one object as well
     shared = _shared(leaves) if len({*map(id, leaves)}) != len(leaves) else ()
-    signature = Signature(tree, mode, numerical_flags(), other_mode, shared=shared)
+    signature = Signature(tree, mode, numerical_flags(), other_mode, (), shared)
     return Call(signature, leaves, tree, nested, inputs)
 
 
@@ -279,7 +279,7 @@ def _flatten(value: Any, leaves: list[Any], device: torch.device | None, where: 
     elif isinstance(value, tuple):
         items = [_flatten(v, leaves, device, (where, "[{}]", i), numbers) for i, (_, v) in enumerate(parts)]
         return ("tuple", kind, tuple(items))
-    data = argument_objects.is_data(kind)
+    data = kind is not dict and argument_objects.is_data(kind)
     if not (data or all(isinstance(k, (str, int)) for k in value)):
         raise NotOurs(reasons.DICT_KEYS(_path(where)))
     form = ".{}" if data else "[{!r}]"
@@ -293,7 +293,7 @@ def _tensor(value: torch.Tensor, leaves: list[Any], device: torch.device | None,
     plain = kind is torch.Tensor or kind is (FakeTensor if device is None else torch.nn.Parameter)
     if not plain or value.layout is not torch.strided or value.is_quantized:
         raise NotOurs(reasons.NOT_PLAIN(_path(where), kind.__name__, value.layout))
-    if kind is torch.Tensor and device is not None and (held := value.__dict__) and not all(map(_DYNAMO, held)):
+    if (held := value.__dict__) and kind is torch.Tensor and device is not None and not all(map(_DYNAMO, held)):
         raise NotOurs(reasons.HAS_ATTRIBUTE(_path(where), next(iter(held))))
     there = value.device
     if there != device:

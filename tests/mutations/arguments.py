@@ -19,7 +19,7 @@ MUTATIONS = [
     ),
     Mutation(
         "attributes of tensors", "call_signature.py",
-        "if kind is torch.Tensor and device is not None and (held := value.__dict__)", "if (held := {})",
+        "if (held := value.__dict__) and kind is torch.Tensor", "if (held := {}) and kind is torch.Tensor",
         (f"{_FILE}::test_an_attribute_of_an_argument_is_not_lost",),
     ),
     Mutation(
