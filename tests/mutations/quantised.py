@@ -17,6 +17,11 @@ _SEEN = _INNER_TEST + "what_is_replaced_or_written_to_is_seen"
 
 MUTATIONS = [
     Mutation(
+        "classes of quantised weights", "behaviour/reader.py",
+        "self.weights.update(dict.fromkeys(kind for kind in weights if kind not in _PLAIN_WEIGHTS))", "pass",
+        ("weights/test_inner_tensors.py::test_a_method_of_the_class_that_is_replaced_is_seen",),
+    ),
+    Mutation(
         "a weight that is made of others was replaced", "weights/change_detector.py",
         "if self._inner:", "if False:",
         (_SEEN + "[replaced]",),

@@ -146,6 +146,24 @@ def test_the_same_of_float8(run, layout, event):
     assert on.captures == 1 and not on.reasons
 
 
+@pytest.mark.parametrize("layout, name", [(INT8, "__torch_dispatch__"), (FP8, "dequantize")])
+def test_a_method_of_the_class_that_is_replaced_is_seen(run, monkeypatch, layout, name):
+    on = run(layout)
+    before = getattr(QuantizedTensor, name)
+    if name == "dequantize":
+        monkeypatch.setattr(QuantizedTensor, name, lambda self: before(self) * 2)
+    else:
+
+        def doubled(cls, func, types, args=(), kwargs=None):
+            result = before(func, types, args, kwargs)
+            return result * 2 if type(result) is torch.Tensor else result
+
+        monkeypatch.setattr(QuantizedTensor, name, classmethod(doubled))
+    on.equal()
+    monkeypatch.undo()
+    on.equal()
+
+
 def test_a_weight_comes_back_as_it_was(run):
     on = run()
     before, codes = on.net.first.weight, on.net.first.weight._qdata.clone()
