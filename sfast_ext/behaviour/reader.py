@@ -211,14 +211,14 @@ class Reader:
     def read(self, path: str, module: nn.Module, *, is_root: bool = False) -> None:
         if not self.first_sight(module):
             return
-        self.snapshot.module(module)
+        places = self.snapshot.module(module)
         held: list[tuple[str, Any]] = []
         self.modules.append((path, held))
         kind: Any = type(module)
         self.called.append((path, module, kind))
         attributes = module.__dict__
         present = sum(p is not None for p in attributes["_parameters"].values())
-        self.key += [kind, self.kind(kind, "forward"), module.training, present]
+        self.key += [kind, self.kind(kind, "forward"), module.training, present, places]
         if not is_root:
             self.patched(path, module)
         elif self.below is not None:
