@@ -28,6 +28,8 @@ class ChangeDetector:
         self._bound = [w.tensor if w.bound is None else w.bound for w in self.weights]
         self._pointers = [w.pointer for w in self.weights]
         self._strides = [w.tensor.stride() for w in self.weights]
+        # fewer rows have the same strides
+        self._sizes = [w.tensor.numel() for w in self.weights]
         self._inner = list({id(c): c for c in self._containers if type(c) is InnerTensors}.values())
         self._watch: Watch | None = None
 
@@ -40,13 +42,17 @@ class ChangeDetector:
             all(map(operator.is_, now, self._bound))
             and list(map(torch.Tensor.data_ptr, self._bound)) == self._pointers
             and list(map(torch.Tensor.stride, self._bound)) == self._strides
+            and list(map(torch.Tensor.numel, self._bound)) == self._sizes
         ):
             return []
-        places = zip(self.weights, now, self._bound, self._pointers, self._strides)
+        places = zip(self.weights, now, self._bound, self._pointers, self._strides, self._sizes)
         return [
             (weight, value)
-            for weight, value, bound, pointer, stride in places
-            if value is not bound or value.data_ptr() != pointer or value.stride() != stride
+            for weight, value, bound, pointer, stride, size in places
+            if value is not bound
+            or value.data_ptr() != pointer
+            or value.stride() != stride
+            or value.numel() != size
         ]
 
     def _follow_outer(self) -> None:

@@ -129,7 +129,7 @@ def new_weight(path: str, value: torch.Tensor, slots: list[WeightSlot]) -> Weigh
 
 
 def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
 
 
 def check_compatible(weight: Weight, now: torch.Tensor | None, *, anywhere: bool = False) -> None:
