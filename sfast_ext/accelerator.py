@@ -168,7 +168,7 @@ class Accelerator:
         if self.whole is None:
             self.report.new_generation()
             self._model.eight_bits.new_generation()
-            self.arena.resident.audit_all = True
+            self.arena.new_generation()
         self._server.new_generation()
         self._cache.new_generation()
         self._backoff.new_generation()

@@ -43,7 +43,7 @@ MUTATIONS = [
     ),
     Mutation(
         "parameters that are replaced", "weights/change_detector.py",
-        "all(map(operator.is_, now, self._bound))\n            and", "",
+        "all(map(operator.is_, map(dict.get, self._containers, self._names), self._bound))\n            and", "",
         _REPLACED,
     ),
     Mutation(
@@ -62,7 +62,12 @@ MUTATIONS = [
     ),
     Mutation(
         "parameters of fewer rows on the same memory", "weights/change_detector.py",
-        "and list(map(torch.Tensor.numel, self._bound)) == self._sizes\n", "\n",
+        "and (not self.closely or list(map(torch.Tensor.numel, self._bound)) == self._sizes)\n", "\n",
+        ("weights/test_changed_forms.py::test_it_is_followed",),
+    ),
+    Mutation(
+        "a close look in each generation", "weights/tracked.py",
+        "detector.closely, detector.always_closely = True, False", "detector.always_closely = False",
         ("weights/test_changed_forms.py::test_it_is_followed",),
     ),
     Mutation(

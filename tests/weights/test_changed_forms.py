@@ -55,16 +55,21 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("generations", [False, True])
 @pytest.mark.parametrize("how", CHANGES)
 @torch.no_grad()
-def test_it_is_followed(how: str) -> None:
+def test_it_is_followed(how: str, generations: bool) -> None:
     torch.manual_seed(0)
     net, x = Net(), torch.randn(2, 8)
     acc = accelerate(net, Config(allow_cpu=True, triton=False))
+    if generations:
+        acc.new_generation()
     for _ in range(4):
         net(x)
     assert acc.report.counter("eager_runs") > 1
     CHANGES[how](net)
+    if generations:
+        acc.new_generation()
     for _ in range(3):
         for found, wanted in zip(net(x), Net.forward(net, x)):
             assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5)
