@@ -210,7 +210,7 @@ class Reader:
     def read(self, path: str, module: nn.Module, *, is_root: bool = False) -> None:
         if not self.first_sight(module):
             return
-        self.snapshot.module(module)
+        places = self.snapshot.module(module)
         held: list[tuple[str, Any]] = []
         self.modules.append((path, held))
         kind: Any = type(module)
@@ -218,7 +218,7 @@ class Reader:
         attributes = module.__dict__
         weights = [type(p) for p in attributes["_parameters"].values() if p is not None]
         self.weights.update(dict.fromkeys(kind for kind in weights if kind not in _PLAIN_WEIGHTS))
-        self.key += [kind, self.kind(kind, "forward"), module.training, len(weights)]
+        self.key += [kind, self.kind(kind, "forward"), module.training, len(weights), places]
         if not is_root:
             self.patched(path, module)
         elif self.below is not None:
