@@ -172,10 +172,13 @@ def pictures(
     host: Host, webuis: dict[tuple[str, str], Any], options: argparse.Namespace, kind: str, width: int, height: int
 ) -> list[dict[str, Any]]:
     """The pictures of one kind and size, all WebUIs in turns; a row for each set of flags."""
-    from tests.hosts.live import a1111
+    from tests.hosts.live import a1111, forge
     from tests.hosts.live.webui import difference
 
     payload = payload_of(host, kind, width, height, options)
+    if kind == "control":
+        # by another name an image is made without it
+        ((_, _, payload),) = forge.named(next(iter(webuis.values())), [("", "", payload)])
     for webui in webuis.values():
         webui.post("/sfast-probe/memory", {})
     before = {flags: webuis[flags, "extended"].get("/sfast/v1/status") for flags in options.flags}
@@ -262,7 +265,7 @@ def main() -> int:
         action="append",
         dest="kinds",
         help="of request (txt2img); hires doubles sizes; faces (AUTOMATIC1111): hires and three inpaints after it, in "
-        "sizes that never repeat; control (Forge Neo): with a ControlNet",
+        "sizes that never repeat; control (Forges, SD 1.5): with a ControlNet",
     )
     parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated (the GPU's own)")
     parser.add_argument("--batch", type=int, default=1, help="pictures at once (%(default)s)")
