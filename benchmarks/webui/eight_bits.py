@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import records
 from benchmarks.webui.hosts import HOSTS, LARGE
-from benchmarks.webui.pictures import numbered, payload_of, taken
+from benchmarks.webui.pictures import numbered, payload_of, taken, turn
 from sfast_ext import cli
 from sfast_ext.tools.lib import machine
 
@@ -90,6 +90,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             stack.push(webui)
         with ThreadPoolExecutor() as pool:
             list(pool.map(begin, cases))
+        stack.enter_context(turn(options.turn))
         for seed in range(options.pictures + 1):
             for steps, name in ((options.steps, "picture_s"), (options.steps * 3 // 2, "longer_s")):
                 for case in cases:
@@ -159,6 +160,7 @@ def main() -> int:
     parser.add_argument("--pictures", type=int, default=3, help="timed, after the first (%(default)s)")
     parser.add_argument("--stock", action="store_true", help="the WebUI alone as well, two images of each card")
     parser.add_argument("--earlier", type=Path, metavar="DIR", help="an earlier checkout as well (not SD.Next)")
+    parser.add_argument("--turn", metavar="DIR,N,ALL", help="see benchmarks.webui")
     parser.add_argument("--models", type=Path, metavar="DIR", help="where models of random weights stay (nowhere)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     options = parser.parse_args()
