@@ -102,7 +102,7 @@ def test_words_of_cases_in_8_bits():
     assert "step 1.20 of 12 GB" in said and "image 0.50 of today's" in said and "reserved 5120 MB" in said
     rows[today] = {"failed": "out of memory"}
     assert "of today's" not in eight_bits.words(eight, rows)
-    row: dict = {"picture_s": [9.0, 2.0, 2.2, 2.1], "longer_s": [2.6, 2.5, 2.7]}
+    row: dict = {"picture_s": [9.0, 5.0, 2.0, 2.2, 2.1], "longer_s": [2.6, 2.5, 2.7]}
 
     class Gone:
         def get(self, _):
