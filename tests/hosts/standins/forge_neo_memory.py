@@ -87,6 +87,12 @@ class Host(forge.Host):
         sys.modules["networks"].model_lora_keys_unet(self.model_data.sd_model.original.model)
         super().lora(*args, **kwargs)
 
+    def _drop(self) -> None:
+        # it leaves the GPU before it is dropped
+        kept = self.model_data.sd_model
+        super()._drop()
+        del kept
+
     def _free_bytes(self, device: Any = None) -> float:
         return torch.cuda.mem_get_info()[0] if getattr(device, "type", "") == "cuda" else 1 << 40
 
