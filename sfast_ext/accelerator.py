@@ -18,9 +18,7 @@ from sfast_ext.behaviour.forward_slot import ForwardSlot, foreign_forward, owner
 from sfast_ext.behaviour.structure import structure
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
-from sfast_ext.kernels.backend import health, registry
 from sfast_ext.kernels.backend.precompile import get_ready
-from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.payback import CaptureBackoff
 from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
@@ -31,6 +29,7 @@ from sfast_ext.runtime.plan_builder import PlanBuilder
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, Waiting
 from sfast_ext.runtime.plan_finder import PlanFinder
 from sfast_ext.runtime.plan_runner import Failures, PlanRunner
+from sfast_ext.runtime.status import status
 from sfast_ext.torch_state import compiles
 from sfast_ext.weights.arena import WeightArena
 from sfast_ext.weights.aside import Hidden
@@ -61,26 +60,37 @@ class Accelerator:
         name: str = "unet",
         whole: Accelerator | None = None,
     ) -> None:
-        config, hooks = config or Config(), hooks or Hooks()
-        self.name, self.whole, self.report = name, whole, report or Report()
+        self.name = name
+        self.whole = whole
+        self.report = report or Report()
         self._model: ModelState[Accelerator] = ModelState(self, module) if whole is None else whole._model
         self.arena: WeightArena = self._model.arena if whole is None else SubmoduleArena(self._model.arena, module)
+        self.arena.is_table = lambda tensor: self._finder.keys.has(tensor)
         self.restores_for_saving = True
         """Whether `state_dict()` of the module restores the original layout of the weights."""
         self.calls = 0
         """Calls of the module. Nested calls, and calls while a plan of the whole is built, are not counted."""
-        slot = ForwardSlot(module, self, saving=whole is None)
+        self._released = False
+        self._inside = threading.local()
+
+        config = config or Config()
         self._context = context = ModuleContext(
-            module, config, hooks, self.report, slot, self.arena, self._model, is_part=whole is not None
+            module,
+            config,
+            hooks or Hooks(),
+            self.report,
+            ForwardSlot(module, self, saving=whole is None),
+            self.arena,
+            self._model,
+            is_part=whole is not None,
         )
         self._cache = cache = PlanCache(self.arena, self.report, self._model.lock, config.max_plans)
-        self._backoff = CaptureBackoff()
-        self._runner, failures = PlanRunner(context, cache), Failures(context, cache)
-        self._builder = PlanBuilder(context, cache, self._runner, failures, self._backoff)
-        self._finder = PlanFinder(context, cache, self._builder.roles, self._backoff, self._builder.changes)
-        self.arena.is_table = lambda tensor: self._finder.keys.has(tensor)
-        self._server = CallServer(context, cache, self._finder, self._runner, self._builder, failures, self._backoff)
-        self._released, self._inside = False, threading.local()
+        self._backoff = backoff = CaptureBackoff()
+        self._runner = runner = PlanRunner(context, cache)
+        failures = Failures(context, cache)
+        self._builder = builder = PlanBuilder(context, cache, runner, failures, backoff)
+        self._finder = finder = PlanFinder(context, cache, builder.roles, backoff, builder.changes)
+        self._server = CallServer(context, cache, finder, runner, builder, failures, backoff)
 
     @property
     def module(self) -> nn.Module:
@@ -159,7 +169,7 @@ class Accelerator:
         if self.whole is None:
             self.report.new_generation()
             self._model.eight_bits.new_generation()
-            self.arena.resident.audit_all = True
+            self.arena.new_generation()
         self._server.new_generation()
         self._cache.new_generation()
         self._backoff.new_generation()
@@ -328,25 +338,8 @@ class Accelerator:
     def status(self) -> dict[str, Any]:
         """The state of this accelerator, for the status page."""
         with self._model.lock:
-            device = self._context.device()
             plans = list(self.plans.values())
-            latest = max((plan.generation_of_use for plan in plans), default=0)
-            return {
-                "name": self.name,
-                "module": type(self.module).__qualname__,
-                "device": str(device),
-                "installed": self.installed(),
-                "plans": [{**p.status(), "last_pass": latest > 0 and p.generation_of_use == latest} for p in plans],
-                "calls_per_s": self._server.pace.per_second(),
-                "parts": [part._summary() for part in self.parts],
-                "weights": self.arena.status(),
-                "eight_bits": self._model.eight_bits.status(
-                    [list(each.plans.values()) for each in self._model.accelerators()], self.arena.banks
-                ),
-                "graph_pool": pool_of(device).status() if device is not None and device.type == "cuda" else None,
-                "kernels_disabled": health.disabled(device) if device is not None else {},
-                "kernels_declined": registry.declined(),
-            }
+            return status(self.name, self._context, plans, self._server.pace.per_second())
 
     def run_original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward, see `CallServer.run_original`."""
@@ -369,11 +362,6 @@ class Accelerator:
             return self._server.serve(args, kwargs)
         finally:
             self._inside.busy = False
-
-    def _summary(self) -> dict[str, Any]:
-        plans = list(self.plans.values())
-        replays = sum(plan.replays for plan in plans)
-        return {"name": self.name, "calls": self.calls, "plans": len(plans), "replays": replays}
 
     def _release_parts(self) -> None:
         with contextlib.ExitStack() as each:

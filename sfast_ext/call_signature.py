@@ -8,10 +8,10 @@ the signature.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sfast_ext import fp32_precision, reasons
+from sfast_ext import argument_objects, fp32_precision, reasons
 from sfast_ext.argument_contents import Pending
+from sfast_ext.call_words import words
 from sfast_ext.reasons import Declined
 from sfast_ext.torch_state import default_device, python_kernels
 
@@ -28,6 +29,8 @@ _CONSTANTS = frozenset({type(None), bool, str, bytes, torch.dtype, torch.device}
 # before torch 2.4 there was a function for each device type
 _AUTOCAST_BY_TYPE = hasattr(torch, "get_autocast_dtype")
 _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+# what torch.compile notes of a tensor
+_DYNAMO = operator.methodcaller("startswith", "_dynamo")
 # A tensor of up to this many elements may be on the CPU (a timestep). It is copied to the model's device.
 SMALL = 64
 
@@ -47,11 +50,17 @@ class Signature(NamedTuple):
     """Autocast of the device type that the model is not on: a forward may compute a part there."""
     contents: tuple[Any, ...] = ()
     """What tensors hold that the forward reads values of, by their places among all."""
+    shared: tuple[int, ...] = ()
+    """If a tensor is there more than once: of each leaf the first that is the same. A forward may ask for that."""
 
     def words(self) -> str:
         """The signature as readable text."""
-        text = ", ".join(_words(self.tree, ""))
+        text = ", ".join(words(self.tree, ""))
         return f"{text} under autocast {self.mode[1]}" if self.mode else text
+
+    def joined(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Other leaves, of which those are the same that are in the call."""
+        return [leaves[first] for first in self.shared] if self.shared else leaves
 
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of all tensors, in the order of the arguments."""
@@ -172,7 +181,16 @@ def flatten_call(
     if _any_autocast():
         kind = device.type
         mode, other_mode = autocast_mode(kind), autocast_mode("cpu" if kind == "cuda" else "cuda")
-    return Call(Signature(tree, mode, numerical_flags(), other_mode), leaves, tree, nested, inputs)
+    # equal numbers may be one object as well
+    shared = _shared(leaves) if len({*map(id, leaves)}) != len(leaves) else ()
+    signature = Signature(tree, mode, numerical_flags(), other_mode, (), shared)
+    return Call(signature, leaves, tree, nested, inputs)
+
+
+def _shared(leaves: Sequence[Any]) -> tuple[int, ...]:
+    places: dict[int, int] = {}
+    found = tuple(places.setdefault(id(x), i) if isinstance(x, torch.Tensor) else i for i, x in enumerate(leaves))
+    return found if any(i != first for i, first in enumerate(found)) else ()
 
 
 def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -251,20 +269,22 @@ def _flatten(value: Any, leaves: list[Any], device: torch.device | None, where: 
         return ("number", kind, len(leaves) - 1)
     if isinstance(value, torch.Tensor):
         return _tensor(value, leaves, device, where)
-    if isinstance(value, tuple) or kind is list:
+    if kind is tuple or kind is list:
         items = [_flatten(v, leaves, device, (where, "[{}]", i), numbers) for i, v in enumerate(value)]
         return ("list" if kind is list else "tuple", kind, tuple(items))
-    if kind is not dict and dataclasses.is_dataclass(value):
-        # before dict: outputs of diffusers are both
-        names = [f.name for f in dataclasses.fields(value)]
-        fields = [(n, _flatten(getattr(value, n), leaves, device, (where, ".{}", n), numbers)) for n in names]
-        return ("data", kind, tuple(fields))
-    if isinstance(value, dict):
-        if not all(isinstance(k, (str, int)) for k in value):
-            raise NotOurs(reasons.DICT_KEYS(_path(where)))
-        entries = [(k, _flatten(v, leaves, device, (where, "[{!r}]", k), numbers)) for k, v in value.items()]
-        return ("dict", kind, tuple(entries))
-    raise NotOurs(reasons.NO_INPUT(_path(where), f"{kind.__module__}.{kind.__qualname__}"))
+    if kind is dict:
+        parts: Any = value.items()
+    elif (parts := argument_objects.entries(value, kind)) is None:
+        raise NotOurs(reasons.NO_INPUT(_path(where), f"{kind.__module__}.{kind.__qualname__}"))
+    elif isinstance(value, tuple):
+        items = [_flatten(v, leaves, device, (where, "[{}]", i), numbers) for i, (_, v) in enumerate(parts)]
+        return ("tuple", kind, tuple(items))
+    data = kind is not dict and argument_objects.is_data(kind)
+    if not (data or all(isinstance(k, (str, int)) for k in value)):
+        raise NotOurs(reasons.DICT_KEYS(_path(where)))
+    form = ".{}" if data else "[{!r}]"
+    named = [(k, _flatten(v, leaves, device, (where, form, k), numbers)) for k, v in parts]
+    return ("data" if data else "dict", kind, tuple(named))
 
 
 def _tensor(value: torch.Tensor, leaves: list[Any], device: torch.device | None, where: _Where) -> Any:
@@ -273,6 +293,8 @@ def _tensor(value: torch.Tensor, leaves: list[Any], device: torch.device | None,
     plain = kind is torch.Tensor or kind is (FakeTensor if device is None else torch.nn.Parameter)
     if not plain or value.layout is not torch.strided or value.is_quantized:
         raise NotOurs(reasons.NOT_PLAIN(_path(where), kind.__name__, value.layout))
+    if (held := value.__dict__) and kind is torch.Tensor and device is not None and not all(map(_DYNAMO, held)):
+        raise NotOurs(reasons.HAS_ATTRIBUTE(_path(where), next(iter(held))))
     there = value.device
     if there != device:
         if there.type == "meta":
@@ -310,12 +332,11 @@ def _rebuild(tree: Any, leaves: Sequence[Any]) -> Any:
         return tree[2]
     if tag in ("tuple", "list"):
         items = [_rebuild(t, leaves) for t in tree[2]]
-        return kind(*items) if hasattr(kind, "_fields") else kind(items)
-    if tag == "data":
-        return kind(**{name: _rebuild(t, leaves) for name, t in tree[2]})
+        return items if kind is list else argument_objects.make_tuple(kind, items)
+    entries = {key: _rebuild(t, leaves) for key, t in tree[2]}
     if kind is dict:
-        return {key: _rebuild(t, leaves) for key, t in tree[2]}
-    return kind((key, _rebuild(t, leaves)) for key, t in tree[2])
+        return entries
+    return argument_objects.make_data(kind, entries) if tag == "data" else argument_objects.make_dict(kind, entries)
 
 
 def _branches(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -374,27 +395,3 @@ def _difference(one: Any, other: Any, name: str) -> str | None:
         return name or "the arguments"
     found = (_difference(a, b, name + n) for (n, a), (_, b) in zip(here, there))
     return next((place for place in found if place is not None), name or "the arguments")
-
-
-_SHORT = {
-    torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64",
-    torch.int64: "i64", torch.int32: "i32", torch.bool: "bool",
-}  # fmt: skip
-
-
-def _words(tree: Any, name: str) -> list[str]:
-    tag = tree[0]
-    label = f"{name} " if name else ""
-    if tag == "call":
-        found = [w for i, t in enumerate(tree[1]) for w in _words(t, f"#{i}")]
-        return found + [w for k, t in tree[2] for w in _words(t, k)]
-    if tag == "tensor":
-        order = "" if len(tree) == 4 else f" in the order {','.join(map(str, tree[3]))}"
-        return [f"{label}{_SHORT.get(tree[1], str(tree[1]))}[{','.join(map(str, tree[2]))}]{order}"]
-    if tag == "number":
-        return [f"{label}{tree[1].__name__}"]
-    if tag == "const":
-        return [] if tree[2] is None else [f"{name}={tree[2]}"]
-    if tag in ("tuple", "list"):
-        return [w for i, t in enumerate(tree[2]) for w in _words(t, f"{name}[{i}]")]
-    return [w for k, t in tree[2] for w in _words(t, f"{name}.{k}")]

@@ -64,7 +64,8 @@ class ExampleCall:
                 shape = self._shape(path, leaf[2], height, width, rows, tokens)
                 order = leaf[3] if len(leaf) == 5 else ()
                 leaves[leaf[-1]] = _in_order(_values(shape, leaf[1], generator), order).to(device)
-        return rebuild_call(self._signature.tree, [leaves[index] for index in range(len(leaves))])
+        made = self._signature.joined([leaves[index] for index in range(len(leaves))])
+        return rebuild_call(self._signature.tree, made)
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:

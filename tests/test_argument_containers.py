@@ -177,13 +177,20 @@ def test_a_list_that_is_there_twice_is_changed_by_the_original():
         return x + left.pop() + right.pop() * 2
 
     def given(seed):
-        if seed == 2:
-            same = tensors(3, seed)
-            return (same, same), {}
-        return (tensors(3, seed), tensors(3, seed + 9)), {}
+        same = [1.0, 2.0, 3.0]
+        return (same, same if seed == 2 else [*same]), {}
 
     plans, reasons = twins(both, given)
     assert len(plans) == 1 and any("twice among its arguments" in reason for reason in reasons)
+
+
+def test_a_list_of_tensors_that_is_there_twice_is_changed_by_the_original():
+    def given(seed):
+        one, two = tensors(3, seed), tensors(3, seed + 9)
+        return (one, one if seed == 2 else two), {}
+
+    plans, _ = twins(lambda x, left, right: x + left.pop() + right.pop() * 2, given)
+    assert len(plans) == 1
 
 
 def test_a_tensor_that_is_there_twice_is_taken_out_at_its_place():
@@ -192,7 +199,7 @@ def test_a_tensor_that_is_there_twice_is_taken_out_at_its_place():
         return ([one, one, two] if seed % 2 else [one, two, one],), {}
 
     plans, _ = twins(lambda x, given: x + given.pop(1), given)
-    assert len(plans) == 1
+    assert len(plans) == 2 and all(plan.edits and plan.replays for plan in plans.values())
 
 
 def test_the_second_use_of_a_list_finds_it_as_the_first_left_it():

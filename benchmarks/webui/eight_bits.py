@@ -48,20 +48,21 @@ FLAGS = {
 LARGER, FLAGS_OF_LARGER = 12.0, {"a1111": SDP}
 
 
-def cases_of(host: str, cards: list[int], stock: bool = False) -> list[Case]:
-    """The larger card, and of each card both; if asked for, what the WebUI alone does with today's flags as well."""
+def cases_of(host: str, cards: list[int], stock: bool = False, earlier: bool = False) -> list[Case]:
+    """The larger card, and of each card both; if asked for, what the WebUI alone and an earlier state of the extension
+    do with today's flags as well."""
     found = [Case(LARGER, "extended", FLAGS_OF_LARGER.get(host, ""))]
     for card in cards:
         today, eight = FLAGS[host][card]
         found += [Case(card, "extended", today), Case(card, "eight", eight)]
-        found += [Case(card, "stock", today)] * stock
+        found += [Case(card, "stock", today)] * stock + [Case(card, "earlier", today)] * earlier
     return found
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """A row for each case; the file that the options name is written after each turn."""
     host = HOSTS[options.host](folder, options)
-    (width, height), cases = options.size, cases_of(options.host, options.cards, options.stock)
+    (width, height), cases = options.size, cases_of(options.host, options.cards, options.stock, bool(options.earlier))
     rows: dict[Case, dict[str, Any]] = {each: {"case": str(each), **each._asdict()} for each in cases}
     found = {**machine.describe(), "host": options.host, "model": options.model, "weights": "random"}
     found |= {"size": f"{width}x{height}", "steps": options.steps, "rows": list(rows.values())}
@@ -139,6 +140,9 @@ def words(case: Case, rows: dict[Case, dict[str, Any]]) -> str:
     today = next((rows[each] for each in rows if each.card == case.card and each.way == "extended"), {})
     if "image_s" in row and "image_s" in today:
         told.append(f"image {row['image_s'] / today['image_s']:.2f} of today's")
+    earlier = next((rows[each] for each in rows if each.card == case.card and each.way == "earlier"), {})
+    if "image_s" in row and "image_s" in earlier and row is not earlier:
+        told.append(f"{row['image_s'] / earlier['image_s']:.2f} of the earlier state's")
     told.append(f"{row.get('reasons')}, {row.get('last_error')}")
     return "; ".join(told)
 
@@ -154,6 +158,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="(%(default)s)")
     parser.add_argument("--pictures", type=int, default=3, help="timed, after the first (%(default)s)")
     parser.add_argument("--stock", action="store_true", help="the WebUI alone as well, two images of each card")
+    parser.add_argument("--earlier", type=Path, metavar="DIR", help="an earlier checkout as well (not SD.Next)")
     parser.add_argument("--models", type=Path, metavar="DIR", help="where models of random weights stay (nowhere)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     options = parser.parse_args()

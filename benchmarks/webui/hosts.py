@@ -14,10 +14,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "no-text": {"sfast_text_encoders": False},
     "eight": {"sfast_eight_bits": True},
     "ahead": {"sfast_ahead": True},
+    "earlier": {},
     "extended": {},
 }
 """Settings of the WebUI for each way: without the extension, with the UNet alone accelerated, with all but
-PNG files, with all but the text encoders, in 8 bits, prepared after the start, with all."""
+PNG files, with all but the text encoders, in 8 bits, prepared after the start, with an earlier state of the extension,
+with all."""
+EXTENSION, EARLIER = "stable-fast", "stable-fast-earlier"
+"""The folders of this checkout and of an earlier one among the WebUI's extensions."""
 PROBE = Path(__file__).with_name("probe.py")
 FACES = Path(__file__).with_name("faces.py")
 SMALL_CARD = Path(__file__).with_name("small_card")
@@ -47,6 +51,12 @@ def small_card(gib: float | None) -> Path | None:
         return None
     os.environ["SFAST_CARD_GIB"] = str(gib)
     return SMALL_CARD
+
+
+def disabled(way: str) -> dict[str, Any]:
+    """The setting that leaves a way the extension that it has, and none if it has none."""
+    own = {"stock": None, "earlier": EARLIER}.get(way, EXTENSION)
+    return {"disabled_extensions": [each for each in (EXTENSION, EARLIER) if each != own]}
 
 
 def kept(options: argparse.Namespace) -> Path | None:
@@ -88,6 +98,8 @@ class A1111:
         webui.add_extension(self.data, "sfast-faces", FACES.read_text(encoding="utf-8"))
         self.settings = {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
         self.packages = small_card(options.card)
+        if getattr(options, "earlier", None):
+            (self.data / "extensions" / EARLIER).symlink_to(options.earlier.resolve(), target_is_directory=True)
 
     def make_models(self, folder: Path, *large: str) -> None:
         """Fill a folder with tiny models, or with the large one of this name."""
@@ -97,8 +109,7 @@ class A1111:
 
     def start(self, way: str, number: int, flags: str) -> Any:
         """See `Host`."""
-        without = {"disabled_extensions": ["stable-fast"]} if way == "stock" else {}
-        return self.started(f"{way}-{number}", {**self.settings, **WAYS[way], **without}, flags)
+        return self.started(f"{way}-{number}", {**self.settings, **WAYS[way], **disabled(way)}, flags)
 
     def started(self, name: str, settings: dict[str, Any], flags: str) -> Any:
         """A `WebUI` with these settings."""

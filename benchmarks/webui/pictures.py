@@ -172,10 +172,13 @@ def pictures(
     host: Host, webuis: dict[tuple[str, str], Any], options: argparse.Namespace, kind: str, width: int, height: int
 ) -> list[dict[str, Any]]:
     """The pictures of one kind and size, all WebUIs in turns; a row for each set of flags."""
-    from tests.hosts.live import a1111
+    from tests.hosts.live import a1111, forge
     from tests.hosts.live.webui import difference
 
     payload = payload_of(host, kind, width, height, options)
+    if kind == "control":
+        # by another name an image is made without it
+        ((_, _, payload),) = forge.named(next(iter(webuis.values())), [("", "", payload)])
     for webui in webuis.values():
         webui.post("/sfast-probe/memory", {})
     before = {flags: webuis[flags, "extended"].get("/sfast/v1/status") for flags in options.flags}
@@ -262,18 +265,20 @@ def main() -> int:
         action="append",
         dest="kinds",
         help="of request (txt2img); hires doubles sizes; faces (AUTOMATIC1111): hires and three inpaints after it, in "
-        "sizes that never repeat; control (Forge Neo): with a ControlNet",
+        "sizes that never repeat; control (Forges, SD 1.5): with a ControlNet",
     )
     parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated (the GPU's own)")
     parser.add_argument("--batch", type=int, default=1, help="pictures at once (%(default)s)")
     parser.add_argument(
         "--way",
-        choices=sorted(WAYS),
+        choices=sorted(WAYS.keys() - {"earlier"}),
         action="append",
         dest="more",
         help="one more WebUI each: unet is without VAE and PNG, pillow without PNG, no-text without text encoders, "
         "eight with 8 bits",
     )
+    earlier = "a checkout of an earlier state: one more WebUI with that (not SD.Next)"
+    parser.add_argument("--earlier", type=Path, metavar="DIR", help=earlier)
     parser.add_argument("--another-prompt", action="store_true", help="for each picture")
     parser.add_argument("--breakdown", type=int, default=0, metavar="N", help="pictures that are taken apart (none)")
     parser.add_argument("--vae-plans-at-once", action="store_true", help="with the second picture, not when they pay")
@@ -293,7 +298,8 @@ def main() -> int:
     options = parser.parse_args()
     options.sizes = options.sizes or [(512, 512)]
     options.kinds = list(dict.fromkeys(options.kinds or ["txt2img"]))
-    options.ways = list(dict.fromkeys(["stock", *(options.more or []), "extended"]))
+    more = (options.more or []) + ["earlier"] * bool(options.earlier)
+    options.ways = list(dict.fromkeys(["stock", *more, "extended"]))
     options.flags = list(dict.fromkeys(options.flags or ["--opt-sdp-attention" if options.host == "a1111" else ""]))
     variable = HOSTS[options.host].variable
     if not os.environ.get(variable):

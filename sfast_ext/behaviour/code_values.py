@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Hashable, Iterable
 from enum import Enum
 from logging import Logger
@@ -13,9 +14,9 @@ import torch
 from torch import nn
 
 from sfast_ext.behaviour.contents import Contents
-from sfast_ext.behaviour.foreign_code import COMMON, is_foreign, layers, package, written_by
+from sfast_ext.behaviour.foreign_code import COMMON, KERNELS, is_foreign, layers, package, written_by
 from sfast_ext.behaviour.forward_slot import AcceleratedForward
-from sfast_ext.behaviour.reach import code_names, functions_of, runs_by_syntax
+from sfast_ext.behaviour.reach import code_names, functions_of, imported_names, runs_by_syntax
 from sfast_ext.behaviour.value_types import in_library, is_of_library
 from sfast_ext.behaviour.values import CONFIGS, Names, Values, held_by
 
@@ -91,7 +92,8 @@ class CodeValues:
         self._read.add(id(function))
         self.looked.setdefault(self._owner, set()).update(code_names(function.__code__))
         common, library = written_by(function) in COMMON, in_library(function.__code__.co_filename)
-        strict = strict and not common and not library
+        # a decorator of Python or torch, as torch.no_grad, is around code that is read as without it
+        outer, strict = strict, strict and not common and not library
         here = f"{function.__module__}.{function.__qualname__}"
         key: list[Hashable] = [self._identity(function)]
         if function.__closure__:
@@ -104,7 +106,8 @@ class CodeValues:
                     looked, own = code_names(function.__code__), written_by(function)
                     key.append(self._module(each, there, looked, own, strict, 0))
                 else:
-                    key.append(self.values.read(each, there, self.names, strict))
+                    wrapped = common and isinstance(each, FunctionType)
+                    key.append(self.values.read(each, there, self.names, outer if wrapped else strict))
         if common:
             return tuple(key)
         if strict:
@@ -140,6 +143,12 @@ class CodeValues:
             if not name.startswith("__"):
                 where = f"{around.get('__name__')}.{name}"
                 found += [name, self._found(around, name, where, names, own, strict, 0)]
+        for name in sorted({*imported_names(function)}):
+            if package(name) not in COMMON | KERNELS:
+                if name in sys.modules:
+                    found += [name, self._found(sys.modules, name, name, names, own, strict, 0)]
+                elif strict:
+                    self.contents.name(sys.modules, name)
         return found
 
     def _found(
@@ -166,9 +175,11 @@ class CodeValues:
         if isinstance(value, FunctionType):
             if strict:
                 self.contents.name(home, name)
-            same = written_by(value) == own
-            theirs = not same and (written_by(value) in COMMON or in_library(value.__code__.co_filename))
-            return self._identity(value) if theirs else self.function(value, where, strict)
+            if self._is_theirs(value, own):
+                # a decorator of theirs may be around a function of this code, as torch.no_grad and contextmanager are
+                inside = [layer for layer in layers(value) if not self._is_theirs(layer, own)]
+                return (self._identity(value), *[self.function(each, where, strict) for each in inside])
+            return self.function(value, where, strict)
         tool = not strict and _is_a_tool(value, own)
         if tool and callable(value):
             return None
@@ -177,22 +188,38 @@ class CodeValues:
             return self._module_object(value, where, names, strict)
         return None if tool else self.values.read(value, where, self.names, strict)
 
+    def _is_theirs(self, function: FunctionType, own: str) -> bool:
+        """Whether a function belongs to Python, to torch or to another library than the code that finds it."""
+        home = written_by(function)
+        return home != own and (home in COMMON or in_library(function.__code__.co_filename))
+
     def _module(
         self, module: ModuleType, where: str, names: frozenset[str], own: str, strict: bool, depth: int
     ) -> Hashable:
         home, of = vars(module), package(module.__name__)
-        library = of != own and in_library(getattr(module, "__file__", None) or "")
+        # not by getattr, which may run code of the module
+        library = of != own and in_library(home.get("__file__") or "")
         # a module among values has no code around it that could belong to another library
         theirs = library and own != ""
         if of in COMMON or depth >= _MAX_MODULE_DEPTH or (not strict and theirs):
             return None
         found: list[Hashable] = []
+        if type(module) is not ModuleType and not library:
+            # its class looks up others
+            names |= self.names
         for name in sorted(names & home.keys()):
             value = home[name]
             if name.startswith("__") or (library and (callable(value) or isinstance(value, ModuleType))):
                 continue
             inner = self._found(home, name, f"{module.__name__}.{name}", names, own, strict and not library, depth + 1)
             found += [name, inner]
+        if not library:
+            if isinstance(made := home.get("__getattr__"), FunctionType):
+                # it runs for names that are not there
+                self.contents.name(home, "__getattr__")
+                found.append(self.function(made, f"{module.__name__}.__getattr__", strict))
+            if type(module) is not ModuleType:
+                found.append(self.kind(type(module), module.__name__, self.names, strict))
         return tuple(found)
 
     def _module_object(self, module: nn.Module, where: str, names: frozenset[str], strict: bool) -> Hashable:
@@ -280,8 +307,9 @@ class CodeValues:
 
     def _of_library(self, kind: type) -> bool:
         functions = (each for value in vars(kind).values() for each in functions_of(value))
-        file = next((layer.__code__.co_filename for each in functions for layer in layers(each)), "")
-        return in_library(file)
+        # not of a decorator around a method: torch itself is a library
+        of, own = (layer for each in functions for layer in layers(each)), package(kind.__module__)
+        return in_library(next((layer.__code__.co_filename for layer in of if written_by(layer) == own), ""))
 
     def _inside(self, kind: type, names: frozenset[str], strict: bool) -> list[Hashable]:
         found: list[Hashable] = []

@@ -135,7 +135,8 @@ PLAIN = (bool, int, float, str)
 # depth to which calls within a package are followed from a method
 _MAX_DEPTH = 3
 # packages with replacements of PyTorch's attention
-_ATTENTIONS = frozenset({"torch", "xformers", "flash_attn", "sageattention", "diffusers"})
+KERNELS = frozenset({"xformers", "flash_attn", "sageattention"})
+_ATTENTIONS = KERNELS | {"torch", "diffusers"}
 COMMON = frozenset({"torch", "typing_extensions", "sfast_ext", *sys.stdlib_module_names})
 """Packages that any code may use, for a decorator say, and this one: what it keeps is no behaviour of a forward."""
 

@@ -13,6 +13,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
+PLACES = ("_parameters", "_buffers", "_modules")
+"""Dictionaries of a module that hold what its forward reads. All else watches those that were read, and would not
+notice others in their places. An equal one is the same until it differs."""
 _CONTENT = operator.attrgetter("cell_contents")
 _NOTHING: frozenset[str] = frozenset()
 _NORM = frozenset({"training", "elementwise_affine", "affine", "num_channels"})
@@ -63,6 +66,8 @@ def attributes_of(module: nn.Module, ignored: frozenset[str]) -> Attributes:
         unread = unread | more
     # "training" is read separately
     names = tuple(n for n in home if n not in unread and (n == "training" or n not in ignored))
+    # nothing in an empty one can be replaced
+    names += tuple(name for name in PLACES if home[name])
     return Attributes(module, type(module), len(home), names, tuple(map(home.get, names)))
 
 
@@ -71,7 +76,7 @@ class QuickCheck:
 
     Not seen: an object that was replaced by an equal one; a renamed key in a container other than a module's
     attributes; the first hook of a module if it was added without torch's handle; submodules of a module that had none;
-    and whatever has a name that no code of the forward looks up.
+    another `__dict__` of a module; and whatever has a name that no code of the forward looks up.
 
     Args:
         modules: all modules; see `attributes_of`.
@@ -108,6 +113,9 @@ class QuickCheck:
         self._hooks, self._no_hooks, self._next_hook = hooks, no_hooks, next_hook
         self._homes = [each.module.__dict__ for each in modules]
         self._rows = _Rows(modules)
+        places = [(home, name, home[name]) for home in self._homes for name in PLACES]
+        # tensors of one element may be equal, and of another dtype; others raise
+        self._of_ones = [(home, name, there) for home, name, there in places if any(map(_is_one, there.values()))]
         self._classes, self._sizes = [vars(home) for home, _ in sizes], [size for _, size in sizes]
         self._found = NameTable((home, _there(home, names)) for home, names in found)
         self._methods = methods
@@ -151,6 +159,7 @@ class QuickCheck:
                 and all(same_content(content_of(cell), content) for cell, content in self._apart)
                 and self._children_unchanged()
                 and self._rows.unchanged()
+                and all(home[name] is there for home, name, there in self._of_ones)
                 and list(chain.from_iterable(self._lists)) == self._items
                 and list(map(addresses, self._mixed)) == self._addresses
                 and all(list(map(get, each)).count(None) == len(each) for get, each in self._lacking)
@@ -201,6 +210,10 @@ class _Rows:
             and [list(map(get, homes)) for get, homes in self._gets] == self._values
             and [get(home) for get, home in self._few] == self._few_values
         )
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def _there(home: type | dict, names: dict[str, Any]) -> dict[str, Any]:

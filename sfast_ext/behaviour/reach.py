@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import importlib.util
 import re
 from collections.abc import Hashable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
@@ -28,6 +29,9 @@ _COMPOSERS, _METHODS = frozenset({"format", "join"}), frozenset({"LOAD_ATTR", "L
 _PLACEHOLDER = re.compile(r"%\w|\{[^}]*\}")
 # from a constant to what puts it into a string
 _MAX_STEPS = 5
+_IMPORT_NAME, _STORE_ATTR = dis.opmap["IMPORT_NAME"], dis.opmap["STORE_ATTR"]
+# what sets an attribute by a name that is a value
+_SETTERS = frozenset({"setattr", "__setattr__", "__dict__", "vars"})
 # of a composed name, shorter constants are not followed: too many names would match
 _MIN_LENGTH = 2
 
@@ -73,6 +77,10 @@ class Walk:
         self._owners: set[type] = set()
         self._seen: set[FunctionType] = set()
         self._waiting: list[str] = []
+
+    def stored(self) -> frozenset[str]:
+        """The names of attributes that the code sets."""
+        return frozenset().union(*(_stored(function.__code__) for function in self._seen))
 
     def add_class(self, kind: type) -> None:
         """Add the methods of a class. A method runs if its name is looked up."""
@@ -178,6 +186,48 @@ def code_names(code: CodeType) -> frozenset[str]:
     """The names that code looks up or may look up, including nested functions and strings."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(_strings(code.co_consts), *map(code_names, inner))
+
+
+def imported_names(function: FunctionType) -> Iterator[str]:
+    """The full names of modules that a function imports when it runs, whether or not they are loaded. What it finds in
+    them is in no namespace around it."""
+    for name, level in _imports(function.__code__):
+        if level:
+            try:
+                name = importlib.util.resolve_name("." * level + name, function.__globals__.get("__package__"))
+            except ImportError:
+                continue
+        yield name
+        if level == 0 and "." in name:
+            # `import a.b` binds `a`
+            yield package(name)
+
+
+@functools.lru_cache(maxsize=8192)
+def _imports(code: CodeType) -> frozenset[tuple[str, int]]:
+    """What code imports, including nested functions: (name, level of a relative import)."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    found = frozenset().union(*map(_imports, inner))
+    if _IMPORT_NAME not in code.co_code[::2]:
+        return found
+    steps = list(dis.get_instructions(code))
+    own = set()
+    for i, step in enumerate(steps):
+        if step.opcode == _IMPORT_NAME:
+            # the level and the names that are taken are loaded in front of it
+            own.add((step.argval, next((each.argval for each in steps[i - 2 : i] if type(each.argval) is int), 0)))
+    return found.union(own)
+
+
+@functools.lru_cache(maxsize=8192)
+def _stored(code: CodeType) -> frozenset[str]:
+    """The names of attributes that code sets, including nested functions."""
+    found = frozenset().union(*(_stored(constant) for constant in code.co_consts if isinstance(constant, CodeType)))
+    if not _SETTERS.isdisjoint(code.co_names):
+        found = found.union(_strings(code.co_consts))
+    if _STORE_ATTR not in code.co_code[::2]:
+        return found
+    return found.union(step.argval for step in dis.get_instructions(code) if step.opcode == _STORE_ATTR)
 
 
 @functools.lru_cache(maxsize=8192)

@@ -41,6 +41,7 @@ from sfast_ext.behaviour.value_types import ATOMS, is_own, is_plain_tuple, plain
 from sfast_ext.behaviour.values import CONFIGS, ORIGINS
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
+_PLAIN_WEIGHTS = frozenset({nn.Parameter, torch.Tensor})
 _METHODS = (types.MethodType, types.MethodWrapperType)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, *_METHODS, functools.partial)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -64,10 +65,7 @@ class Reader:
     """Reads the behaviour key of a module tree; see `fingerprint`.
 
     Args:
-        skip: names of attributes that are not read.
-        root: the module.
-        transparent: see `Hooks.transparent`.
-        below: see `fingerprint`.
+        skip: names of attributes that are not read. For the others see `fingerprint`.
     """
 
     def __init__(
@@ -77,8 +75,7 @@ class Reader:
         transparent: Vouch | None = None,
         below: Callable[..., Any] | None = None,
     ) -> None:
-        self.skip = skip
-        self.transparent, self.below = transparent, below
+        self.skip, self.transparent, self.below = skip, transparent, below
         # the classes of a network from an extension are not foreign to it
         self.extension = owning_extension(type(root))
         self.package = package(type(root).__module__)
@@ -99,6 +96,7 @@ class Reader:
         # by the path of a module, its attributes that may hold further values, without those of patches
         self.modules: list[tuple[str, list[tuple[str, Any]]]] = []
         self.attributes: set[str] = set()  # of modules
+        self.weights: dict[type, None] = {}  # classes of weights that compute, as quantised ones do
         self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}  # whose addresses are in the key
         self.walk = Walk()
         self.values: CodeValues
@@ -122,7 +120,9 @@ class Reader:
 
     def read_values(self) -> list[Hashable]:
         """Read what values hold. Objects in them have code, whose names lead to further values."""
-        kinds = dict.fromkeys(kind for *_, kind in self.called)
+        for owner, name, _ in (each for kind in self.weights for each in methods(kind, frozenset())):
+            self.snapshot.name(owner, name)
+        kinds = self.weights | dict.fromkeys(kind for *_, kind in self.called)
         names = self.names_of(kinds, self.functions.values())
         looked: dict[type | None, set[str]] = {}
         while True:
@@ -147,8 +147,7 @@ class Reader:
             for each in modules:
                 self.read(*each)
             known = len(kinds)
-            kinds.update(dict.fromkeys(values.values.kinds))
-            kinds.update(dict.fromkeys(kind for *_, kind in self.called))
+            kinds.update(dict.fromkeys((*values.values.kinds, *(kind for *_, kind in self.called))))
             self.walk.follow_composed(self.attributes | values.values.passed_over)
             more = self.names_of(kinds, (*self.functions.values(), *values.functions.values()))
             if more == names and len(kinds) == known and not modules and (not values.tables or values.looked == looked):
@@ -211,14 +210,15 @@ class Reader:
     def read(self, path: str, module: nn.Module, *, is_root: bool = False) -> None:
         if not self.first_sight(module):
             return
-        self.snapshot.module(module)
+        places = self.snapshot.module(module)
         held: list[tuple[str, Any]] = []
         self.modules.append((path, held))
         kind: Any = type(module)
         self.called.append((path, module, kind))
         attributes = module.__dict__
-        present = sum(p is not None for p in attributes["_parameters"].values())
-        self.key += [kind, self.kind(kind, "forward"), module.training, present]
+        weights = [type(p) for p in attributes["_parameters"].values() if p is not None]
+        self.weights.update(dict.fromkeys(kind for kind in weights if kind not in _PLAIN_WEIGHTS))
+        self.key += [kind, self.kind(kind, "forward"), module.training, len(weights), places]
         if not is_root:
             self.patched(path, module)
         elif self.below is not None:

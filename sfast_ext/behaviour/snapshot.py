@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sfast_ext.behaviour.quick_check import (
     HOOKS,
+    PLACES,
     Attributes,
     NameTable,
     QuickCheck,
@@ -30,6 +31,7 @@ MAX_LENGTH = 64
 # read separately
 _SLOTS = frozenset({"forward", "_old_forward"})
 _WRITERS = (dict.__setitem__, OrderedDict.__setitem__)
+_MODULE = operator.attrgetter("module")
 
 
 class Snapshot:
@@ -44,6 +46,7 @@ class Snapshot:
     def __init__(self, ignored: frozenset[str] = frozenset()) -> None:
         self._ignored = ignored - _SLOTS
         self._modules: list[Attributes] = []
+        self._homes: list[dict] = []
         self._loose: list[dict] = []
         self._loose_values: list[Any] = []
         self._empty: list[dict | list] = []
@@ -76,10 +79,15 @@ class Snapshot:
 
     # Everything is recorded before it is read, so that a change in between is detected by the next check.
 
-    def module(self, module: nn.Module) -> None:
-        """A module: attributes, submodules, and parameters, of which only None is recorded."""
+    def module(self, module: nn.Module) -> tuple[int, ...]:
+        """A module: attributes, submodules, and parameters, of which only None is recorded.
+
+        Returns:
+            The addresses of the dictionaries in which plans look for its weights.
+        """
         self._modules.append(attributes_of(module, self._ignored))
         attributes = module.__dict__
+        self._homes.append(attributes)
         self._hooks.append(HOOKS(attributes))
         self.container(attributes, loose=False)
         children, parameters = attributes["_modules"], attributes["_parameters"]
@@ -92,6 +100,7 @@ class Snapshot:
         self._parameters.append(parameters)
         self._parameter_names.extend(parameters)
         self._missing.extend(map(operator.is_, dict.values(parameters), repeat(None)))
+        return tuple(id(each) for each in (parameters, attributes["_buffers"]) if each)
 
     def hooks(self, hooks: dict) -> None:
         """A dictionary of hooks of a module."""
@@ -197,7 +206,8 @@ class Snapshot:
     def unchanged(self) -> bool:
         """Whether everything is still the same object. Replaced parameters are ignored."""
         same = (
-            self._quick_check.unchanged_but_for_sizes()
+            all(map(operator.is_, map(vars, map(_MODULE, self._modules)), self._homes))
+            and self._quick_check.unchanged_but_for_sizes()
             and self._found.unchanged()
             and all(getattr(kind, name) is function for (kind, name), function in self._kinds.items())
             and all(map(same_content, map(content_of, self._cells), self._contents))
@@ -218,8 +228,9 @@ class Snapshot:
 class NoSnapshot(Snapshot):
     """Records nothing."""
 
-    def module(self, module: nn.Module) -> None:
+    def module(self, module: nn.Module) -> tuple[int, ...]:
         """Nothing."""
+        return ()
 
     def container(self, container: dict | list, *, loose: bool = True) -> None:
         """Nothing."""
@@ -252,5 +263,6 @@ def _run(home: type | dict, found: dict[str, Any], names: frozenset[str]) -> dic
 def _looked_at(attributes: Attributes, names: frozenset[str]) -> Attributes:
     if _runs_torchs_code(attributes.kind):
         return attributes
-    kept = [(name, value) for name, value in zip(attributes.names, attributes.values) if name in names]
+    looked = names.union(PLACES)
+    kept = [(name, value) for name, value in zip(attributes.names, attributes.values) if name in looked]
     return attributes._replace(names=tuple(name for name, _ in kept), values=tuple(value for _, value in kept))

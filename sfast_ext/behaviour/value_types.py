@@ -62,6 +62,16 @@ _WRITERS = ("__setitem__", "__delitem__", "__setattr__", "pop", "setdefault", "u
 _WORD = object.__basicsize__ // 2
 
 
+def _operators() -> tuple[type, ...]:
+    """The class of operators that Python code defines. Before torch 2.4 there was none."""
+    home = getattr(getattr(torch, "_library", None), "custom_ops", None)
+    kind = getattr(home, "CustomOpDef", None)
+    return () if kind is None else (kind,)
+
+
+_OPERATORS: tuple[Any, ...] = _operators()
+
+
 def plain_key(value: Any) -> Any:
     """A value of ATOMS or BY_WORDS for a key."""
     kind = type(value)
@@ -184,6 +194,9 @@ def parts_of(value: Any) -> tuple[Any, ...] | None:
         return (value.__func__,)
     if isinstance(value, property):
         return tuple(function for function in (value.fget, value.fset) if function is not None)
+    if isinstance(value, _OPERATORS):
+        # a plan calls it, but a CUDA graph repeats what it launched
+        return (value._init_fn, *value._backend_fns.values())
     return (value.func,) if isinstance(value, functools.cached_property) else None
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sfast_ext import argument_objects
+
 Path = tuple[Any, ...]
 
 
@@ -85,13 +87,13 @@ def _anew(value: Any, known: dict[int, Any]) -> Any:
         items = [_anew(x, known) for x in value]
         if all(a is b for a, b in zip(items, value)):
             return value
-        new = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _anew(getattr(value, f.name), known) for f in dataclasses.fields(value) if f.init}
-        try:
-            new = known[id(value)] = dataclasses.replace(value, **fields)
-        except (TypeError, ValueError):
+        new = argument_objects.make_tuple(type(value), items)
+    elif argument_objects.is_data(type(value)):
+        parts = argument_objects.entries(value, type(value))
+        if parts is None:
             return value
+        new = argument_objects.make_data(type(value), {name: _anew(each, known) for name, each in parts})
+        known[id(value)] = new
     else:
         return value
     return new
@@ -144,8 +146,7 @@ def _kept(now: Any, was: Any) -> tuple[Any, ...] | None:
     places: dict[int, list[int]] = {}
     for place, each in enumerate(was):
         places.setdefault(id(each), []).append(place)
-    if any(len(found) > 1 and isinstance(was[found[0]], torch.Tensor) for found in places.values()):
-        return None
+    # of a tensor that is there twice either may be taken: it is in each call of the plan
     found = [places[id(each)].pop(0) if places.get(id(each)) else None for each in now]
     return None if None in found else tuple(found)
 

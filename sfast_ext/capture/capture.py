@@ -164,7 +164,7 @@ def _recorded(
     found: dict[str, Any] = {}
 
     def flat(*leaves: torch.Tensor) -> list[torch.Tensor]:
-        args, kwargs = rebuild_call(call.tree, leaves)
+        args, kwargs = rebuild_call(call.tree, call.signature.joined(leaves))
         containers = Containers(args, kwargs)
         tree, outputs = flatten_output(function(*args, **kwargs))
         found["tree"], found["strides"] = tree, [tuple(o.stride()) for o in outputs]

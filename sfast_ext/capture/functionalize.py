@@ -6,8 +6,11 @@ something that outlives the call are refused.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from sfast_ext import reasons
 from sfast_ext.reasons import Reason
@@ -16,7 +19,8 @@ aten = torch.ops.aten
 
 
 def functionalize(graph_module: fx.GraphModule) -> Reason | None:
-    """Rewrite `a.add_(b)` to `a.add(b)` if nothing else shares the memory of `a`. Returns a reason to refuse, or None.
+    """Rewrite `a.add_(b)` to `a.add(b)`, and a cast if `b` has a wider dtype, if nothing else shares the memory of `a`.
+    Returns a reason to refuse, or None.
 
     Nodes whose memory a remaining in-place operation may write are marked with meta["mutated"].
     """
@@ -47,20 +51,25 @@ def functionalize(graph_module: fx.GraphModule) -> Reason | None:
         overload = _out_of_place(node)
         mine = [n for n in family[source] if _descends(n, node)]
         alone = all(n is target or n in mine for n in family[source])
-        if overload is None or not alone or _shape(node) != _shape(target) or _dtype(node) != _dtype(target):
+        same = _shape(node) == _shape(target) and _dtype(node) == _dtype(target)
+        made = _result(overload, node) if overload is not None and alone and same else None
+        if made is None:
             for n in family[source]:
                 n.meta["mutated"] = True
             continue
         node.target = overload
+        result = node if made.dtype == _dtype(node) else _cast_back(node, made)
+        order[result] = order[node]
         for user in list(target.users):
             if user is not node and order[user] > order[node]:
-                user.replace_input_with(target, node)
+                user.replace_input_with(target, result)
         replaced = True
         # the result has its own memory now
         family[source] = [n for n in family[source] if n not in mine]
-        family[node] = mine
-        for n in mine:
-            root[n] = node
+        family[result] = [result, *(n for n in mine if n is not node)]
+        root[node] = node
+        for n in family[result]:
+            root[n] = result
     if replaced:
         graph.lint()
         graph_module.recompile()
@@ -146,6 +155,31 @@ def _out_of_place(node: fx.Node) -> object | None:
         return None
     packet = getattr(aten, name[:-1], None)
     return getattr(packet, node.target._overloadname, None) if packet is not None else None  # type: ignore[union-attr]
+
+
+def _result(overload: object, node: fx.Node) -> torch.Tensor | None:
+    """What an out-of-place operation gives for the arguments of a node, on the meta device: its dtype may be wider than
+    that of the first one, which an in-place operation keeps. None if that is not known."""
+
+    def like(x: fx.Node) -> Any:
+        val = x.meta.get("val")
+        return torch.empty(val.shape, dtype=val.dtype, device="meta") if isinstance(val, torch.Tensor) else val
+
+    try:
+        made = overload(*map_arg(node.args, like), **map_arg(node.kwargs, like))  # type: ignore[operator]
+    except Exception:
+        return None
+    return made if isinstance(made, torch.Tensor) else None
+
+
+def _cast_back(node: fx.Node, made: torch.Tensor) -> fx.Node:
+    """A cast to the dtype that a node had in place, read by all of its users."""
+    val = node.meta["val"]
+    with node.graph.inserting_after(node):
+        cast = node.graph.call_function(aten.to.dtype, (node, val.dtype))
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+    cast.meta["val"], node.meta["val"] = val, torch.empty_like(val, dtype=made.dtype)
+    return cast
 
 
 def _shape(node: fx.Node) -> tuple[int, ...] | None:

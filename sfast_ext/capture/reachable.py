@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -33,7 +33,7 @@ from torch import nn
 from sfast_ext.behaviour.foreign_code import COMMON, package
 from sfast_ext.behaviour.forward_slot import AcceleratedForward
 from sfast_ext.behaviour.quick_check import content_of
-from sfast_ext.behaviour.reach import code_names, names_within
+from sfast_ext.behaviour.reach import Walk, code_names, imported_names, names_within
 from sfast_ext.behaviour.value_types import ATOMS, BY_WORDS, parts_of, slots_of
 from sfast_ext.capture import counters
 
@@ -81,6 +81,8 @@ class Reachable:
         self._left = MAX_OBJECTS
         # what code that runs looks up: all that is followed of objects that the model does not hold
         self._reached: frozenset[str] = frozenset()
+        # the names of attributes that it sets, which an object may not have yet
+        self._stored: frozenset[str] = frozenset()
 
     def namespace(self, where: Where, holder: Any, values: dict[str, Any]) -> None:
         """The attributes of an object or a module."""
@@ -127,7 +129,9 @@ class Reachable:
             if not new and not functions:
                 break
             known.update(new)
-            self._reached = names_within(list(self._kinds), list(self._functions.values()))
+            walk = Walk()
+            self._reached = names_within(list(self._kinds), list(self._functions.values()), walk)
+            self._stored = walk.stored()
             for kind in new:
                 self._class(kind, self._reached)
             for function in list(self._functions.values()):
@@ -277,6 +281,8 @@ class Reachable:
             for name in self._reached & attributes.keys():
                 self.name((where, name), attributes, name)
                 self._waiting.append(((where, name), attributes[name]))
+            for name in self._stored - attributes.keys():
+                self.name((where, name), attributes, name)
         elif isinstance(attributes, dict):
             self.namespace(where, value, attributes)
             self._waiting += [((where, name), each) for name, each in attributes.items() if type(each) not in _ATOMS]
@@ -306,32 +312,53 @@ class Reachable:
         around, code = function.__globals__, function.__code__
         if package(around.get("__name__") or "") in _LIBRARIES:
             return
-        self._named(around.get("__name__"), around, code_names(code), written_by_name(code))
+        names = code_names(code)
+        self._named(around.get("__name__"), around, names, written_by_name(code))
+        entered: set[int] = set()
+        for name in imported_names(function):
+            self._in_module((name,), sys.modules.get(name), names, entered)
 
-    def _named(
-        self, home: Any, around: dict[str, Any], names: Collection[str], written: frozenset[str], depth: int = 0
-    ) -> None:
+    def _named(self, home: Any, around: dict[str, Any], names: frozenset[str], written: frozenset[str]) -> None:
+        entered: set[int] = set()
         for name in names:
             if name in around:
                 value = around[name]
-                if not isinstance(value, ModuleType):
-                    self.name((home, name), around, name)
-                    if type(value) not in _ATOMS:
-                        self._waiting.append(((home, name), value))
+                if isinstance(value, ModuleType):
+                    self._in_module((home, name), value, names, entered)
                     continue
+                self.name((home, name), around, name)
+                if type(value) not in _ATOMS:
+                    self._waiting.append(((home, name), value))
             elif name in written:
                 self.name((home, name), around, name)
-                continue
-            else:
-                # a function may import it
-                value = sys.modules.get(name) if depth == 0 else None
+
+    def _in_module(self, where: Where, module: Any, names: frozenset[str], entered: set[int], depth: int = 0) -> None:
+        """What code finds in a module, and in modules that it finds there."""
+        if id(module) in entered:
+            return
+        if not isinstance(module, ModuleType):
+            # an object may be in the place of a module
+            self._waiting.append((where, module))
+            return
+        entered.add(id(module))
+        for generator in counters.generators_of(module, names):
+            self._waiting.append((where, generator))
+        if depth >= _ROUNDS or package(module.__name__) in _LIBRARIES:
+            return
+        inside = vars(module)
+        self._waiting.append(((module.__name__, "__getattr__"), inside.get("__getattr__")))
+        if type(module) is not ModuleType:
+            self._kinds[type(module)] = None
+        for name in (names & self._stored) - inside.keys():
+            self.name((module.__name__, name), inside, name)
+        for name in names & inside.keys():
+            value = inside[name]
             if isinstance(value, ModuleType):
-                for generator in counters.generators_of(value, names):
-                    self._waiting.append(((home, name), generator))
-                if depth < _ROUNDS and package(value.__name__) not in _LIBRARIES:
-                    inner = vars(value)
-                    found = [each for each in names if each in inner and inner[each] is not value]
-                    self._named(value.__name__, inner, found, frozenset(), depth + 1)
+                self._in_module((module.__name__, name), value, names, entered, depth + 1)
+                continue
+            self.name((module.__name__, name), inside, name)
+            if type(value) not in _ATOMS:
+                self._waiting.append(((module.__name__, name), value))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -48,6 +48,8 @@ class KeptCalls:
             OSError, RuntimeError: the file cannot be written.
         """
         wanted, signature = call
+        if signature.shared:
+            raise ValueError("a tensor that is several arguments")
         entry = {
             "size": [wanted.width, wanted.height],
             "images": wanted.pictures,

@@ -120,6 +120,12 @@ def _bytes(val: Any) -> int:
 _NARROW = {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
+_CASTS = {"aten::to", "aten::_to_copy"}
+_BEFORE_A_CAST = {"aten::clamp", "aten::clamp_min", "aten::clamp_max", "aten::view", "aten::reshape", "aten::clone"}
+_TO_CODES = {"aten::round", "aten::div", "aten::mul", "aten::floor"}
+"""What makes codes of values: a scale or its reciprocal, a rounding."""
+
+
 def rounds_inputs(graph: fx.Graph) -> bool:
     """Whether products of a graph read 8 bits and what follows from an input. They round that input, here or in an
     operation of a library, so two correct results differ by more than one that keeps the bits of half precision."""
@@ -130,14 +136,33 @@ def rounds_inputs(graph: fx.Graph) -> bool:
             val = node.meta.get("val")
             # a mask of 8 bits is what it is
             (following if isinstance(val, torch.Tensor) and val.is_floating_point() else whole).add(node)
-        elif not following.isdisjoint(given):
+        elif not following.isdisjoint(given) and not _tells(node):
             following.add(node)
-            narrow = (x for x in given if getattr(x.meta.get("val"), "dtype", None) in _NARROW)
+            narrow = (x for x in given if _dtype(x) in _NARROW)
             if node.op == "call_function" and not whole.issuperset(narrow):
                 return True
-        elif not whole.isdisjoint(given):
+        elif not whole.isdisjoint(given) or not following.isdisjoint(given):
             whole.add(node)
     return False
+
+
+def _tells(node: fx.Node) -> bool:
+    """Whether a node makes a mask, or whole numbers, of what is not a code: no value of its input is rounded by it."""
+    dtype = _dtype(node)
+    if dtype != torch.int8 or _name(node) not in _CASTS:
+        return dtype == torch.bool
+    source: Any = node.args[0]
+    while _name(source) in _CASTS | _BEFORE_A_CAST:
+        source = source.args[0]
+    return _name(source) not in _TO_CODES
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(getattr(node.target, "_schema", None), "name", "")
 
 
 def operation_counts(graph: fx.Graph) -> dict[str, int]:

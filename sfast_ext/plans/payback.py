@@ -179,8 +179,6 @@ def _remember(known: dict[Hashable, V], signature: Hashable, value: V) -> None:
 
 MAX_KINDS = 256
 """Kinds of calls of a module that are remembered."""
-FIRST_BUILD_MS = Config.rare_build_ms
-"""What a plan is taken to cost before one was made."""
 
 
 @dataclass
@@ -225,7 +223,7 @@ class RareCalls:
         with self._lock:
             self._announced, self._built = True, False
 
-    def is_due(self, key: Hashable, gain: float, first_ms: float = FIRST_BUILD_MS) -> bool:
+    def is_due(self, key: Hashable, gain: float, first_ms: float = Config.rare_build_ms) -> bool:
         """Whether a call that has no plan gets one.
 
         Args:
@@ -235,7 +233,7 @@ class RareCalls:
         with self._lock:
             return self._is_due(key, gain, first_ms)
 
-    def take(self, key: Hashable, gain: float, first_ms: float = FIRST_BUILD_MS) -> bool:
+    def take(self, key: Hashable, gain: float, first_ms: float = Config.rare_build_ms) -> bool:
         """`is_due`; if so, the plan is about to be made by this thread, and no other one is in this generation."""
         with self._lock:
             if not self._is_due(key, gain, first_ms):

@@ -15,7 +15,7 @@ import torch
 from sfast_ext import environment, host_gpu, reasons
 from sfast_ext.argument_roles import ArgumentRoles
 from sfast_ext.call_signature import flatten_output
-from sfast_ext.capture import block_reuse
+from sfast_ext.capture import argument_kinds, block_reuse
 from sfast_ext.capture.arguments import Edit, words
 from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
@@ -239,8 +239,12 @@ class PlanBuilder:
         context.bring_back()
         at("capture")
         try:
+            argument_kinds.refuse_code(lookup.call.tree)
             captured = self._captured(lookup, run)
-            results = flatten_output(run.result)[1]
+            tree, results = flatten_output(run.result)
+            if tree != captured.output_tree:
+                # a number that became a tensor is in it, say
+                raise CaptureRefused(reasons.OTHER_RESULT(), reads_value=True)
             gaps = lent(results, filter(has_gaps, lookup.call.leaf_tensors()))
             captured.output_strides = [
                 recorded if i in gaps else tuple(x.stride())

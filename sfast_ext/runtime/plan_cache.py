@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from sfast_ext.call_signature import Signature
-from sfast_ext.plans.payback import FIRST_BUILD_MS, MAX_KINDS, Payback, Rejection, Runs
+from sfast_ext.plans.payback import MAX_KINDS, Payback, Rejection, Runs
 from sfast_ext.plans.plan import Plan
 from sfast_ext.reasons import Reason
 from sfast_ext.report import Report
@@ -28,7 +28,8 @@ KEPT_UNUSED = 3
 GAIN = 0.4
 """The part of the original's time that a plan is taken to save before one was timed."""
 FIRST_PLAN_MS = 4000.0
-"""What a module's first plan is taken to cost: its kernels are compiled."""
+"""What a plan is taken to cost before one was made, in milliseconds: a UNet's or a transformer's, whose kernels are
+compiled. Those of modules that are called rarely have fewer kernels, and another figure: `Config.rare_build_ms`."""
 MAX_DEBT = 4
 """While the price of so many plans is not earned back, only what repeats and has lost the price of one gets a plan."""
 PASSES = 4
@@ -259,7 +260,7 @@ class Earnings:
         self.calls = 0
         self._passes: deque[int] = deque(maxlen=PASSES)
         self._generation = 1
-        self._build_ms, self._gain = FIRST_BUILD_MS, GAIN
+        self._build_ms, self._gain = FIRST_PLAN_MS, GAIN
         self._settled = 0.0
         self._investments: deque[Investment] = deque()
         # the generation in which a kind was met first, and the runs of the original in it
@@ -296,7 +297,7 @@ class Earnings:
             lost = self._gain * runs.spent()
             repeats = first < self._generation
             if not made:
-                return repeats or Payback(FIRST_PLAN_MS, lost).due
+                return repeats or Payback(self._build_ms, lost).due
             if debt >= MAX_DEBT * self._build_ms:
                 return repeats and Payback(self._build_ms, lost).due
             expected = self._expected() * lost / max(1, runs.ended)

@@ -29,15 +29,7 @@ from sfast_ext.weights.resident import Resident
 from sfast_ext.weights.tables import copied_table, table_of
 from sfast_ext.weights.tracked import TrackedWeights
 from sfast_ext.weights.vacancy import Vacancy, vacancies, vacant_bytes
-from sfast_ext.weights.weight import (
-    Weight,
-    WeightsAway,
-    WeightsChanged,
-    WeightSlot,
-    paths_of,
-    places_of,
-    slots_at,
-)
+from sfast_ext.weights.weight import Weight, WeightsAway, WeightsChanged, WeightSlot, paths_of, places_of, slots_at
 
 __all__ = ["Weight", "WeightArena", "WeightsAway", "WeightsChanged"]
 
@@ -82,6 +74,11 @@ class WeightArena:
     def banks(self) -> Banks:
         """The weights of linear layers as 8-bit integers."""
         return self._tracked.banks
+
+    def new_generation(self) -> None:
+        """A generation begins: the next look at the weights is a close one."""
+        self.resident.audit_all = True
+        self._tracked.new_generation()
 
     def index(self) -> None:
         """Index the module's tensors by identity, before a capture. O(parameters)."""

@@ -19,7 +19,13 @@ class ChangeDetector:
     """
 
     def __init__(self, weights: Iterable[Weight], containers: Container[int] | None = None) -> None:
-        """Check the slots of `weights`. With `containers`, only slots in dictionaries with these ids."""
+        """Check the slots of `weights`. With `containers`, only slots in dictionaries with these ids.
+
+        Attributes:
+            closely: whether the next look is for fewer rows on the same memory as well, which have the same strides.
+            always_closely: whether each is. Not if a host tells when a generation begins.
+        """
+        self.closely = self.always_closely = True
         slots = [(w, c, n) for w in weights for c, n in w.slots if containers is None or id(c) in containers]
         self.weights = [w for w, _, _ in slots]
         self._containers = [container for _, container, _ in slots]
@@ -28,6 +34,7 @@ class ChangeDetector:
         self._bound = [w.tensor if w.bound is None else w.bound for w in self.weights]
         self._pointers = [w.pointer for w in self.weights]
         self._strides = [w.tensor.stride() for w in self.weights]
+        self._sizes = [w.tensor.numel() for w in self.weights]
         self._inner = list({id(c): c for c in self._containers if type(c) is InnerTensors}.values())
         self._watch: Watch | None = None
 
@@ -35,18 +42,23 @@ class ChangeDetector:
         """The weights that changed, with the current contents of their slots. Microseconds if nothing changed."""
         if self._inner:
             self._follow_outer()
-        now = list(map(dict.get, self._containers, self._names))
         if (
-            all(map(operator.is_, now, self._bound))
+            all(map(operator.is_, map(dict.get, self._containers, self._names), self._bound))
             and list(map(torch.Tensor.data_ptr, self._bound)) == self._pointers
             and list(map(torch.Tensor.stride, self._bound)) == self._strides
+            and (not self.closely or list(map(torch.Tensor.numel, self._bound)) == self._sizes)
         ):
+            self.closely = self.always_closely
             return []
-        places = zip(self.weights, now, self._bound, self._pointers, self._strides)
+        now = list(map(dict.get, self._containers, self._names))
+        places = zip(self.weights, now, self._bound, self._pointers, self._strides, self._sizes)
         return [
             (weight, value)
-            for weight, value, bound, pointer, stride in places
-            if value is not bound or value.data_ptr() != pointer or value.stride() != stride
+            for weight, value, bound, pointer, stride, size in places
+            if value is not bound
+            or value.data_ptr() != pointer
+            or value.stride() != stride
+            or value.numel() != size
         ]
 
     def _follow_outer(self) -> None:

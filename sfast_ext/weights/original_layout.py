@@ -89,9 +89,10 @@ class OriginalLayouts:
     def restore(self, tensor: torch.Tensor, original: Strides) -> None:
         """Move a tensor to separate memory, with its original strides."""
         with torch.inference_mode(False), torch.no_grad():
-            own = torch.empty_strided(tensor.shape, original, dtype=tensor.dtype, device=tensor.device)
-            own.copy_(tensor.detach())
-            set_data(tensor, own)
+            # of a weight that was expanded, what it was expanded from
+            first = tensor.detach()[tuple(slice(None if stride else 1) for stride in original)]
+            own = torch.empty_strided(first.shape, original, dtype=tensor.dtype, device=tensor.device)
+            set_data(tensor, own.copy_(first).expand(tensor.shape))
         self._moved.pop(id(tensor), None)
 
     def sweep(self, used: Container[int] = ()) -> None:

@@ -95,23 +95,16 @@ class Staging:
     def _allocated(self) -> bool:
         if self._buffers is None:
             self._buffers = []
-            try:
-                threads = min(torch.get_num_threads(), _MAX_THREADS)
-                if threads >= _MIN_THREADS:
-                    buffers = [self._buffer(self._size) for _ in range(2)]
-                    # raises if torch was built for another NumPy
-                    buffers[0][0].numpy()
-                    self._helpers = threads - 1
-                    self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="sfast: weights")
-                    self._buffers = buffers
-            except RuntimeError:
-                # no more memory can be pinned, or there is no NumPy
-                pass
+            threads = _threads()
+            buffers = _two_buffers(self._size) if threads else None
+            if buffers is not None:
+                self._helpers = threads - 1
+                self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="sfast: weights")
+                self._buffers = [(buffer, self._event()) for buffer in buffers]
         return bool(self._buffers)
 
-    def _buffer(self, size: int) -> tuple[torch.Tensor, Event]:
-        # torch keeps its memory until the last copy from it is done
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
+    def _event(self) -> Event:
+        return torch.cuda.Event()
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(device)
@@ -150,6 +143,27 @@ class Staging:
         self._used = 0
 
 
+def _threads() -> int:
+    """How many copy; none if the driver is faster."""
+    threads = min(torch.get_num_threads(), _MAX_THREADS)
+    return threads if threads >= _MIN_THREADS else 0
+
+
+def _buffer(size: int) -> torch.Tensor:
+    # torch keeps its memory until the last copy from it is done
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _two_buffers(size: int) -> list[torch.Tensor] | None:
+    """Two buffers of pinned memory. None if no more can be pinned, or if torch was built for another NumPy."""
+    try:
+        buffers = [_buffer(size) for _ in range(2)]
+        buffers[0].numpy()
+        return buffers
+    except RuntimeError:
+        return None
+
+
 _Copy = tuple[Any, Any]
 """Arrays of NumPy: to, from. Copying between them needs no GIL, and no thread of torch."""
 
@@ -184,15 +198,11 @@ def _fill(left: deque[list[_Copy]]) -> None:
 def to_system_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of tensors of a GPU in new system memory, as `to("cpu")` makes them. Threads empty one pinned buffer, and
     touch new pages, while the other is filled."""
-    threads = min(torch.get_num_threads(), _MAX_THREADS)
+    threads = _threads()
     one_gpu = len({t.device for t in tensors}) == 1 and tensors[0].is_cuda
-    if threads < _MIN_THREADS or sum(t.nbytes for t in tensors) < BUFFER_BYTES or not one_gpu:
-        return [tensor.to("cpu") for tensor in tensors]
-    try:
-        buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        buffers[0].numpy()
-    except RuntimeError:
-        # as in `Staging`
+    worth = threads and one_gpu and sum(t.nbytes for t in tensors) >= BUFFER_BYTES
+    buffers = _two_buffers(BUFFER_BYTES) if worth else None
+    if buffers is None:
         return [tensor.to("cpu") for tensor in tensors]
     stream = torch.cuda.current_stream(tensors[0].device)
 

@@ -50,6 +50,7 @@ class TrackedWeights:
         self.banks = Banks()
         self.detector = ChangeDetector([])
         self._detectors: weakref.WeakSet[ChangeDetector] = weakref.WeakSet()
+        self._announced = False
         self.layouts = OriginalLayouts()
         self.order = HostOrder(self.layouts, self.lock, turn)
         self.memo: dict[str, bool] = {}
@@ -136,8 +137,15 @@ class TrackedWeights:
     def new_detector(self, weights: list[Weight], containers: set[int] | None = None) -> ChangeDetector:
         """See `ChangeDetector`."""
         detector = ChangeDetector(weights, containers)
+        detector.always_closely = not self._announced
         self._detectors.add(detector)
         return detector
+
+    def new_generation(self) -> None:
+        """A generation begins. Without such calls each look at the weights is a close one."""
+        self._announced = True
+        for detector in list(self._detectors):
+            detector.closely, detector.always_closely = True, False
 
     def move_to(self, weight: Weight, place: torch.Tensor) -> None:
         """Make a weight the tensor `place`, which has its values already."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.reasons import Declined
-from sfast_ext.weights.inner_tensors import InnerTensors, all_within, inner_tensors, is_made_of_others
+from sfast_ext.weights.inner_tensors import InnerTensors, all_within, inner_tensors
 from sfast_ext.weights.original_layout import is_plain, live_tensor
 
 WeightSlot = tuple[dict, str]
@@ -124,12 +124,12 @@ def paths_of(root: nn.Module, weight: Weight) -> list[str]:
 
 def new_weight(path: str, value: torch.Tensor, slots: list[WeightSlot]) -> Weight:
     # one of a class whose operations run code of a library is none that a plan reads
-    live = value if is_made_of_others(value) else live_tensor(value)
+    live = live_tensor(value) if type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ else value
     return Weight(path, live, slots, value, value.data_ptr())
 
 
 def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
 
 
 def check_compatible(weight: Weight, now: torch.Tensor | None, *, anywhere: bool = False) -> None:

@@ -4,6 +4,7 @@ import contextvars
 import copy
 import enum
 import functools
+import itertools
 import types
 
 import numpy as np
@@ -18,6 +19,7 @@ from sfast_ext.behaviour.key import BehaviourKeys
 
 CPU = Config(allow_cpu=True, drop_slower=False)
 GLOBAL: object = None
+NUMBERS = itertools.count()
 GLOBALS: dict = {}
 OBJECT = Holder(None)
 VARIABLE: contextvars.ContextVar = contextvars.ContextVar("level")
@@ -200,12 +202,25 @@ def of_a_member_in_a_list(v):
     return (lambda x: x * use(held[0].options["level"])), lambda new: Mode.SOFT.options.update(level=new)
 
 
+def of_an_operator(v):
+    held = [v]
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * use(held[0])
+
+    scaled.__annotations__ = {"x": torch.Tensor, "return": torch.Tensor}
+    operator = torch.library.custom_op(f"value_places::scaled{next(NUMBERS)}", scaled, mutates_args=())
+    return (lambda x: operator(x)), lambda new: held.__setitem__(0, new)
+
+
 PLACES = [
     in_a_closure, in_a_global, in_a_global_dictionary, in_a_global_object, in_a_context_variable, in_a_class,
     behind_a_property, in_a_metaclass, in_a_default, in_a_keyword_default, in_a_partial, in_another_module, looked_up,
     of_a_bound_method, of_a_cached_function, in_a_module_outside_the_tree, by_the_name_of_a_global,
     of_a_function_that_is_called, of_a_static_method, of_a_member_of_an_enumeration, of_a_member_in_a_list,
 ]  # fmt: skip
+if hasattr(torch.library, "custom_op"):
+    PLACES.append(of_an_operator)
 VALUES = {
     "numbers": (1.0, 2.0),
     "lists": ([[1]], [[2]]),

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("PIL")
 
-from benchmarks.webui import eight_bits, first_image, pictures, several
+from benchmarks.webui import eight_bits, first_image, hosts, pictures, several
 from benchmarks.webui.pictures import PROMPT, numbered
 
 SAID = {"prompt": PROMPT, "width": 512, "height": 768, "steps": 30}
@@ -70,6 +70,22 @@ def test_caches_of_the_cases_of_the_first_image(tmp_path):
         found[case] = sorted(file.name for file in copied.rglob("*") if file.is_file())
     both = ["kernel", "last_calls.json"]
     assert found == {"stock": [], "full": both, "empty": ["last_calls.json"], "off": both}
+
+
+def test_each_way_has_the_extension_that_it_measures():
+    off = {way: hosts.disabled(way)["disabled_extensions"] for way in hosts.WAYS}
+    assert off.pop("stock") == [hosts.EXTENSION, hosts.EARLIER]
+    assert off.pop("earlier") == [hosts.EXTENSION]
+    assert set(map(tuple, off.values())) == {(hosts.EARLIER,)}
+
+
+def test_an_earlier_state_is_a_case_of_today_s_flags():
+    cases = eight_bits.cases_of("a1111", [8], earlier=True)
+    assert cases[-1] == eight_bits.Case(8, "earlier", f"--medvram-sdxl {eight_bits.SDP}")
+    larger, today, eight, earlier = cases
+    rows: dict = {larger: {}, today: {"image_s": 2.0}, eight: {"image_s": 1.5}, earlier: {"image_s": 3.0}}
+    assert "image 0.75 of today's; 0.50 of the earlier state's" in eight_bits.words(eight, rows)
+    assert "earlier" not in eight_bits.words(earlier, rows).partition(": ")[2]
 
 
 def test_words_of_cases_in_8_bits():

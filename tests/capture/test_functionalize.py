@@ -40,6 +40,35 @@ def captured(write, x, **options):
 
 X = torch.randn(2, 4)
 
+
+def added(h, wide, other):
+    h += wide
+    view = h.view(4, 2)
+    h *= other
+    return view.reshape(2, 4) @ torch.ones(4, 4, dtype=h.dtype), h
+
+
+IN_PLACE = {
+    "a sum": lambda m, x: added(x * 2, torch.linspace(0, 1, 4), m.weight)[0],
+    "its result": lambda m, x: added(x * 2, torch.linspace(0, 1, 4), torch.full((2, 4), 0.3))[1],
+    "a number": lambda m, x: (x * 2).mul_(1 / 3),
+    "a tensor without dimensions": lambda m, x: (x * 2).add_(torch.tensor(1 / 3)),
+    "scaled": lambda m, x: (x * 2).addcmul_(x, x, value=0.1).add_(torch.linspace(0, 1, 4), alpha=0.7),
+    "a slice": lambda m, x: sliced_sum(x * 2),
+}
+"""Forge adds float32 residuals of a ControlNet to the UNet's values in half precision."""
+
+
+def sliced_sum(h):
+    h[:, :2] += torch.linspace(0, 1, 2)
+    return h @ torch.ones(4, 4, dtype=h.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_is_written_in_place_keeps_its_dtype(name, dtype):
+    captured(IN_PLACE[name], X.to(dtype), dtype=dtype)
+
 COPIES = {
     "a product by einsum": lambda m, x: x + torch.einsum("i,i->i", m.weight, m.weight).mul_(2),
     "to dtype": lambda m, x: x + m.weight.to(torch.float32).mul_(m.scale),

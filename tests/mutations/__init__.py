@@ -47,6 +47,7 @@ def _spans(text: str, source: str) -> list[tuple[int, int]]:
 def every() -> list[Mutation]:
     """All of them, in the order of a call."""
     from mutations import (
+        arguments,
         calls,
         convolutions8,
         effects,
@@ -73,6 +74,7 @@ def every() -> list[Mutation]:
 
     return [
         *calls.MUTATIONS,
+        *arguments.MUTATIONS,
         *effects.MUTATIONS,
         *states.MUTATIONS,
         *values.MUTATIONS,

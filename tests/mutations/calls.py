@@ -115,26 +115,26 @@ SIGNATURE = [
 BEHAVIOUR = [
     Mutation(
         "classes", "behaviour/reader.py",
-        'self.key += [kind, self.kind(kind, "forward"), module.training, present]',
-        'self.key += [self.kind(kind, "forward"), module.training, present]',
+        'self.key += [kind, self.kind(kind, "forward"), module.training, present, places]',
+        'self.key += [self.kind(kind, "forward"), module.training, present, places]',
         ("test_stale.py::test_two_classes_of_one_forward_differ",),
     ),
     Mutation(
         "forwards of classes", "behaviour/reader.py",
-        'self.key += [kind, self.kind(kind, "forward"), module.training, present]',
-        "self.key += [kind, module.training, present]",
+        'self.key += [kind, self.kind(kind, "forward"), module.training, present, places]',
+        "self.key += [kind, module.training, present, places]",
         ("test_stale.py::test_a_forward_of_torchs_own_classes_is_in_the_key",),
     ),
     Mutation(
         "training mode", "behaviour/reader.py",
-        'self.key += [kind, self.kind(kind, "forward"), module.training, present]',
-        'self.key += [kind, self.kind(kind, "forward"), present]',
+        'self.key += [kind, self.kind(kind, "forward"), module.training, present, places]',
+        'self.key += [kind, self.kind(kind, "forward"), present, places]',
         _KEY,
     ),
     Mutation(
         "parameters that come and go", "behaviour/reader.py",
-        'self.key += [kind, self.kind(kind, "forward"), module.training, present]',
-        'self.key += [kind, self.kind(kind, "forward"), module.training]',
+        'self.key += [kind, self.kind(kind, "forward"), module.training, present, places]',
+        'self.key += [kind, self.kind(kind, "forward"), module.training, places]',
         _KEY,
     ),
     Mutation(

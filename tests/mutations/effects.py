@@ -20,6 +20,10 @@ _REHEARSED = (
 )
 _CONTAINERS = "test_argument_containers.py::"
 
+_IMPORTED = (
+    "behaviour/test_imports.py::test_what_a_forward_keeps_in_a_module_that_it_imports_is_kept_at_each_call",
+)
+
 MUTATIONS = [
     Mutation(
         "data of a real tensor that is replaced", "capture/real_tensors.py",
@@ -137,6 +141,48 @@ MUTATIONS = [
         "                    self._globals(function)",
         "                    pass",
         _ELSEWHERE,
+    ),
+    Mutation(
+        "modules that a function imports are no state",
+        "capture/reachable.py",
+        "        for name in imported_names(function):",
+        "        for name in ():",
+        _IMPORTED,
+    ),
+    Mutation(
+        "modules in packages are no state",
+        "capture/reachable.py",
+        "                self._in_module((module.__name__, name), value, names, entered, depth + 1)",
+        "                pass",
+        _IMPORTED,
+    ),
+    Mutation(
+        "objects in place of modules are no state",
+        "capture/reachable.py",
+        "            self._waiting.append((where, module))",
+        "            pass",
+        ("behaviour/test_imports.py::test_what_a_forward_keeps_in_an_object_in_place_of_a_module_is_kept_at_each_call",),
+    ),
+    Mutation(
+        "what a module does when it is asked is no state",
+        "capture/reachable.py",
+        '        self._waiting.append(((module.__name__, "__getattr__"), inside.get("__getattr__")))',
+        "        pass",
+        ("behaviour/test_imports.py::test_what_a_modules_own_getattr_keeps_is_kept_at_each_call",),
+    ),
+    Mutation(
+        "new attributes of modules are no state",
+        "capture/reachable.py",
+        "        for name in (names & self._stored) - inside.keys():",
+        "        for name in ():",
+        _IMPORTED,
+    ),
+    Mutation(
+        "new attributes of objects are no state",
+        "capture/reachable.py",
+        "            for name in self._stored - attributes.keys():",
+        "            for name in ():",
+        ("behaviour/test_imports.py::test_an_attribute_that_a_forward_makes_on_an_object_of_a_module_is_kept_at_each_call",),
     ),
     Mutation(
         "attributes of classes are no state",

@@ -17,6 +17,11 @@ _SEEN = _INNER_TEST + "what_is_replaced_or_written_to_is_seen"
 
 MUTATIONS = [
     Mutation(
+        "classes of quantised weights", "behaviour/reader.py",
+        "self.weights.update(dict.fromkeys(kind for kind in weights if kind not in _PLAIN_WEIGHTS))", "pass",
+        ("weights/test_inner_tensors.py::test_a_method_of_the_class_that_is_replaced_is_seen",),
+    ),
+    Mutation(
         "a weight that is made of others was replaced", "weights/change_detector.py",
         "if self._inner:", "if False:",
         (_SEEN + "[replaced]",),
@@ -72,8 +77,18 @@ MUTATIONS = [
     ),
     Mutation(
         "weights that are widened before a product", "plans/graph_facts.py",
-        "elif not following.isdisjoint(given):", "elif given:",
+        "elif not following.isdisjoint(given) and", "elif given and",
         ("runtime/test_rounded_inputs.py::test_products_with_weights_that_are_widened_first_do_not",),
+    ),
+    *(
+        Mutation(
+            f"masks of 8 bits: {what}", "plans/graph_facts.py", source, mutant,
+            (f"runtime/test_rounded_inputs.py::test_masks_that_tell_something_of_the_input_round_nothing[{test}]",),
+        )
+        for what, source, mutant, test in (
+            ("comparisons", "return dtype == torch.bool", "return False", "a comparison as a number"),
+            ("what is not rounded before a cast", "return _name(source) not in _TO_CODES", "return False", "a sign"),
+        )
     ),
     Mutation(
         "a model with weights of another form", "weights/arena.py",

@@ -14,9 +14,45 @@ _REPLACED = (f"{_FILE}::test_a_setting_that_is_replaced_changes_the_key",)
 _IN_PLACE = (f"{_FILE}::test_a_setting_that_changes_in_place_is_seen_at_the_next_call",)
 _NAMED = (f"{_FILE}::test_a_value_that_cannot_be_compared_is_named",)
 _FOUND = (f"{_PLACES}::test_a_value_is_compared_wherever_the_code_finds_it",)
+_IMPORTS = "behaviour/test_imports.py"
 _PATCHED = (f"{_PLACES}::test_a_class_of_settings_that_is_patched_is_seen",)
 
 MUTATIONS = [
+    Mutation(
+        "modules that a function imports", "behaviour/code_values.py",
+        "for name in sorted({*imported_names(function)}):", "for name in ():",
+        (f"{_IMPORTS}::test_a_value_in_a_module_that_a_forward_imports_is_seen_at_the_next_call",),
+    ),
+    Mutation(
+        "what a module computes when it is asked", "behaviour/code_values.py",
+        'if isinstance(made := home.get("__getattr__"), FunctionType):', "if False:",
+        (f"{_IMPORTS}::test_what_a_module_computes_when_it_is_asked_is_seen_at_the_next_call",),
+    ),
+    Mutation(
+        "classes of modules of Python", "behaviour/code_values.py",
+        "if type(module) is not ModuleType: found.append", "if False: found.append",
+        (f"{_IMPORTS}::test_what_a_module_computes_when_it_is_asked_is_seen_at_the_next_call",),
+    ),
+    Mutation(
+        "functions of operators", "behaviour/value_types.py",
+        "if isinstance(value, _OPERATORS):", "if False:",
+        _FOUND,
+    ),
+    Mutation(
+        "functions behind decorators of torch", "behaviour/code_values.py",
+        "inside = [layer for layer in layers(value) if not self._is_theirs(layer, own)]", "inside = []",
+        (f"{_IMPORTS}::test_a_value_behind_a_decorator_is_seen_at_the_next_call",),
+    ),
+    Mutation(
+        "values behind decorators that cannot be compared", "behaviour/code_values.py",
+        "self.names, outer if wrapped else strict)", "self.names, strict)",
+        (f"{_IMPORTS}::test_a_value_behind_a_decorator_that_cannot_be_compared_is_named",),
+    ),
+    Mutation(
+        "classes with decorated methods", "behaviour/code_values.py",
+        "for layer in of if written_by(layer) == own)", "for layer in of)",
+        (f"{_IMPORTS}::test_a_value_behind_a_decorator_that_cannot_be_compared_is_named",),
+    ),
     Mutation(
         "classes of objects", "behaviour/contents.py",
         "and list(map(type, self._typed)) == self._kinds", "and True",

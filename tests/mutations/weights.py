@@ -7,12 +7,43 @@ from mutations import Mutation
 _REPLACED = ("weights/test_arena.py::test_replaced_values_are_copied_in_and_the_parameter_is_bound_again",)
 _NOT_FOLLOWED = ("weights/test_arena.py::test_weights_that_cannot_be_followed_say_so",)
 _ALONE = ("weights/test_gate.py::test_nobody_is_alone_while_another_is_inside",)
+_PLACES = "test_replaced_dictionaries.py::test_it_is_seen_"
 _MOVED = ("weights/test_host_copies.py::test_after_random_changes_a_module_is_as_if_the_host_had_moved_it",)
 
 MUTATIONS = [
     Mutation(
+        "dictionaries of a module that are replaced", "behaviour/quick_check.py",
+        "tuple(name for name in PLACES if home[name])", "()",
+        (f"{_PLACES}at_the_next_call[parameters-True]",),
+    ),
+    Mutation(
+        "dictionaries that are replaced, among what code looks up", "behaviour/snapshot.py",
+        "looked = names.union(PLACES)", "looked = names",
+        (f"{_PLACES}at_the_next_call[one number in another dtype-True]", f"{_PLACES}at_the_next_call[submodules-True]"),
+    ),
+    Mutation(
+        "dictionaries of single numbers that are replaced", "behaviour/quick_check.py",
+        "and all(home[name] is there for home, name, there in self._of_ones)\n", "\n",
+        (f"{_PLACES}at_the_next_call[one number in another dtype-True]",),
+    ),
+    Mutation(
+        "dictionaries of parameters in the key", "behaviour/snapshot.py",
+        'for each in (parameters, attributes["_buffers"]) if each', 'for each in (attributes["_buffers"],) if each',
+        (f"{_PLACES}at_the_next_call[parameters by setattr-True]",),
+    ),
+    Mutation(
+        "dictionaries of buffers in the key", "behaviour/snapshot.py",
+        'for each in (parameters, attributes["_buffers"]) if each', "for each in (parameters,) if each",
+        (f"{_PLACES}at_the_next_call[buffers-True]",),
+    ),
+    Mutation(
+        "the attributes of a module that are replaced", "behaviour/snapshot.py",
+        "all(map(operator.is_, map(vars, map(_MODULE, self._modules)), self._homes))\n            and", "",
+        (f"{_PLACES}in_the_next_generation[the attributes]",),
+    ),
+    Mutation(
         "parameters that are replaced", "weights/change_detector.py",
-        "all(map(operator.is_, now, self._bound))\n            and", "",
+        "all(map(operator.is_, map(dict.get, self._containers, self._names), self._bound))\n            and", "",
         _REPLACED,
     ),
     Mutation(
@@ -28,6 +59,16 @@ MUTATIONS = [
             "test_regressions.py::test_the_weight_of_a_convolution_transposed_on_its_own_memory_is_seen",
             "weights/test_changed_forms.py::test_it_is_followed",
         ),
+    ),
+    Mutation(
+        "parameters of fewer rows on the same memory", "weights/change_detector.py",
+        "and (not self.closely or list(map(torch.Tensor.numel, self._bound)) == self._sizes)\n", "\n",
+        ("weights/test_changed_forms.py::test_it_is_followed",),
+    ),
+    Mutation(
+        "a close look in each generation", "weights/tracked.py",
+        "detector.closely, detector.always_closely = True, False", "detector.always_closely = False",
+        ("weights/test_changed_forms.py::test_it_is_followed",),
     ),
     Mutation(
         "parameters that are gone", "weights/weight.py",

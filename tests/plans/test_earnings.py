@@ -11,7 +11,6 @@ import torch
 
 from sfast_ext import Config, accelerate
 from sfast_ext.behaviour.key import BehaviourKeys
-from sfast_ext.plans.payback import FIRST_BUILD_MS
 from sfast_ext.runtime import plan_cache
 from sfast_ext.runtime.plan_cache import Earnings
 from sfast_ext.weights.arena import WeightArena
@@ -246,11 +245,19 @@ def test_sizes_that_are_used_twice_and_never_again_are_no_longer_served_at_once(
     assert made == plan_cache.MAX_DEBT - 1
 
 
+def test_the_first_plan_is_made_once_its_assumed_price_is_lost():
+    known = Earnings()
+    for run in range(20):
+        assert known.due("a") == (run * 1000.0 * plan_cache.GAIN >= plan_cache.FIRST_PLAN_MS), run
+        watch = Watch()
+        watch.ms = 1000.0
+        known.ran("a", watch)  # type: ignore[arg-type]
+
 
 def test_what_is_remembered_is_bounded():
     known = Earnings()
     known.due("a")
-    known.built("a", Plan(None, None), FIRST_BUILD_MS)
+    known.built("a", Plan(None, None), plan_cache.FIRST_PLAN_MS)
     for kind in range(3 * plan_cache.MAX_KINDS):
         assert not known.due(kind)
         known.ran(kind, Watch())  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import vaes
 from sfast_ext import Config, accelerate
-from sfast_ext.plans.payback import FIRST_BUILD_MS, RareCalls
+from sfast_ext.plans.payback import RareCalls
 from sfast_ext.runtime import plan_runner, verify
 from sfast_ext.runtime.plan_builder import PlanBuilder
 from sfast_ext.timing import Stopwatch
@@ -114,7 +114,7 @@ def until_a_plan(calls: RareCalls, ms: float, gain: float = 0.5, key: str = "a")
 
 def test_a_plan_is_made_once_it_would_have_saved_what_it_costs():
     calls = RareCalls()
-    assert until_a_plan(calls, ms=300) == FIRST_BUILD_MS / 150
+    assert until_a_plan(calls, ms=300) == Config.rare_build_ms / 150
     calls.built(450)
     assert until_a_plan(calls, ms=300, key="b") == 3
     assert until_a_plan(calls, ms=300, gain=0.25, key="c") == 6
@@ -145,7 +145,7 @@ def test_the_first_run_which_loads_what_others_find_says_nothing_of_them():
         calls = RareCalls()
         calls.ran("a", Timed(cold))
         assert not calls.take("a", 0.5, 500.0)
-        assert until_a_plan(calls, ms=10.0, gain=0.5) == 2 * FIRST_BUILD_MS / 10 - 1
+        assert until_a_plan(calls, ms=10.0, gain=0.5) == 2 * Config.rare_build_ms / 10 - 1
 
 
 def test_calls_that_cost_little_get_no_plan_and_their_time_is_that_of_the_original():
@@ -154,11 +154,11 @@ def test_calls_that_cost_little_get_no_plan_and_their_time_is_that_of_the_origin
         assert ours.call() == 1
     assert ours.count("captures") == 0
     (runs,) = ours.accelerator._server._rare._runs.values()
-    assert 0 < runs.fastest < FIRST_BUILD_MS and runs.ended == 3 and len(runs.pending) == 1
+    assert 0 < runs.fastest < Config.rare_build_ms and runs.ended == 3 and len(runs.pending) == 1
     # as if the original had run more often
-    runs.ended = int(4 * FIRST_BUILD_MS / runs.fastest)
+    runs.ended = int(4 * Config.rare_build_ms / runs.fastest)
     assert ours.call() == 1 and ours.count("captures") == 1
-    assert ours.accelerator._server._rare._build_ms != FIRST_BUILD_MS
+    assert ours.accelerator._server._rare._build_ms != Config.rare_build_ms
     assert ours.call() == 0
 
 

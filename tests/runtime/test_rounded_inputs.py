@@ -129,7 +129,49 @@ def integers(dtype, cast):
     return make
 
 
-@pytest.mark.parametrize("make", [product, of_codes, of_float8])
+def of_mask(*steps):
+    """Multiplies by a mask of 8 bits that tells something of the input."""
+
+    def make(x, codes, scale, call):
+        told = x
+        for step, dtype in steps:
+            told = call(step, told, dtype, dtype=dtype) if step is aten.to.dtype else call(step, told, 0, dtype=dtype)
+        narrow = call(aten.to.dtype, told, torch.int8, dtype=torch.int8)
+        return call(aten.mul.Tensor, x, narrow)
+
+    return make
+
+
+ABOVE, WIDE = (aten.gt.Scalar, torch.bool), (aten.to.dtype, torch.float32)
+MASKS = {
+    "a comparison": of_mask(ABOVE),
+    "a comparison as a number": of_mask(ABOVE, WIDE, (aten.mul.Tensor, torch.float32)),
+    "comparisons": of_mask(ABOVE, (aten.bitwise_and.Scalar, torch.bool)),
+    "a sign": of_mask((aten.sign.default, torch.float32)),
+    "an index": of_mask((aten.argmax.default, torch.int64)),
+    "the input as it is": of_mask(),
+}
+
+
+def of_wide_codes(x, codes, scale, call):
+    whole = call(aten.to.dtype, call(aten.round.default, x), torch.int32, dtype=torch.int32)
+    rounded = call(aten.to.dtype, call(aten.clamp.default, whole, -127, 127, dtype=torch.int32), torch.int8,
+                   dtype=torch.int8)  # fmt: skip
+    return call(aten._int_mm.default, rounded, call(aten.t.default, codes, dtype=torch.int8), dtype=torch.int32)
+
+
+def of_quotient(x, codes, scale, call):
+    rounded = call(aten.to.dtype, call(aten.view.default, call(aten.div.Tensor, x, scale), [2, 4]), torch.int8,
+                   dtype=torch.int8)  # fmt: skip
+    return call(aten._int_mm.default, rounded, call(aten.t.default, codes, dtype=torch.int8), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+def test_masks_that_tell_something_of_the_input_round_nothing(make):
+    assert not rounds_inputs(graph(make))
+
+
+@pytest.mark.parametrize("make", [product, of_codes, of_float8, of_wide_codes, of_quotient])
 def test_products_that_round_their_inputs(make):
     assert rounds_inputs(graph(make))
 

@@ -43,26 +43,39 @@ CHANGES = {
     "three dimensions": to("wide", lambda t: t.view(2, 4, 8)),
     "transposed": to("wide", lambda t: t.t()),
     "one row for all": to("wide", lambda t: t[:1].expand(8, 8)),
+    "one column for all": to("wide", lambda t: t[:, :1].expand(8, 8)),
+    "one number for all": to("line", lambda t: t[:1].expand(16)),
     "each second column": to("wide", lambda t: t[:, ::2]),
+    "fewer rows": to("wide", lambda t: t[:5]),
+    "fewer columns": to("wide", lambda t: t[:, :5]),
+    "a shorter line": to("line", lambda t: t[:5]),
     "rows of a line": to("line", lambda t: t.view(4, 4)),
     "a column of a line": to("line", lambda t: t.view(16, 1)),
     "each second of a line": to("line", lambda t: t[::2]),
 }
 
 
+@pytest.mark.parametrize("generations", [False, True])
 @pytest.mark.parametrize("how", CHANGES)
 @torch.no_grad()
-def test_it_is_followed(how: str) -> None:
+def test_it_is_followed(how: str, generations: bool) -> None:
     torch.manual_seed(0)
     net, x = Net(), torch.randn(2, 8)
     acc = accelerate(net, Config(allow_cpu=True, triton=False))
+    if generations:
+        acc.new_generation()
     for _ in range(4):
         net(x)
     assert acc.report.counter("eager_runs") > 1
     CHANGES[how](net)
+    if generations:
+        acc.new_generation()
     for _ in range(3):
         for found, wanted in zip(net(x), Net.forward(net, x)):
             assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5)
+    wide, line = (held.clone() for held in (net.wide, net.line))
+    acc.release()
+    assert torch.equal(net.wide, wide) and torch.equal(net.line, line)
 
 
 @torch.no_grad()

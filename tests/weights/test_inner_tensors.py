@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import gc
 import weakref
@@ -15,7 +13,7 @@ from kitchen_standin import FP8, FP8_WIDE, INT8, BlockParams, Net, QuantizedTens
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.weights.inner_tensors import InnerTensors, all_within, inner_tensors
+from sfast_ext.weights.inner_tensors import all_within, inner_tensors
 from sfast_ext.weights.weight import places_of
 
 FORMATS = [(INT8, {}), (INT8, {"rows": True}), (INT8, {"dtype": torch.bfloat16}), (FP8, {}), (FP8_WIDE, {})]
@@ -146,6 +144,24 @@ def test_the_same_of_float8(run, layout, event):
     assert on.captures == 1 and not on.reasons
 
 
+@pytest.mark.parametrize("layout, name", [(INT8, "__torch_dispatch__"), (FP8, "dequantize")])
+def test_a_method_of_the_class_that_is_replaced_is_seen(run, monkeypatch, layout, name):
+    on = run(layout)
+    before = getattr(QuantizedTensor, name)
+    if name == "dequantize":
+        monkeypatch.setattr(QuantizedTensor, name, lambda self: before(self) * 2)
+    else:
+
+        def doubled(cls, func, types, args=(), kwargs=None):
+            result = before(func, types, args, kwargs)
+            return result * 2 if type(result) is torch.Tensor else result
+
+        monkeypatch.setattr(QuantizedTensor, name, classmethod(doubled))
+    on.equal()
+    monkeypatch.undo()
+    on.equal()
+
+
 def test_a_weight_comes_back_as_it_was(run):
     on = run()
     before, codes = on.net.first.weight, on.net.first.weight._qdata.clone()
@@ -265,7 +281,10 @@ def test_a_class_of_another_name_is_bypassed():
     net.first.weight = nn.Parameter(Subclass(weight._qdata, INT8, weight._params), requires_grad=False)
     on = Run(net)
     on.equal(3)
-    assert on.captures == 0 and len(on.reasons) == 1
+    # also in inference mode, in which `detach` of such a weight raises
+    assert on.captures == 0 and not on.accelerator.report.counter("errors")
+    (reason,) = on.reasons
+    assert reason.startswith("the model is quantised: its layer first by weights (TensorWiseINT8Layout)")
     on.accelerator.release()
 
 
@@ -337,15 +356,3 @@ def test_after_a_release_replaced_weights_are_held_by_nobody():
     net.first.weight = other(net.first)
     gc.collect()
     assert was() is None
-
-
-def test_a_copy_of_a_module_has_other_tensors():
-    net = Net(FP8)
-    on = Run(net)
-    on.equal(3)
-    with contextlib.suppress(Exception):
-        again = copy.deepcopy(net.first)
-        assert again.weight._qdata is not net.first.weight._qdata
-    on.equal()
-    on.accelerator.release()
-    assert not any(isinstance(c, InnerTensors) and dict.__len__(c) for c in all_within(net.first))

@@ -18,13 +18,13 @@ SHAPES = [(0,), (), (1,), (7,), (63, 1), (3, 5, 7), (129, 33), (2, 64, 3, 3), (1
 
 
 class Buffers(Staging):
-    """With buffers on a CPU, where a copy is made when it is called; notes where one is filled too early."""
+    """Notes if one is filled too early. On a CPU a copy is made when it is called."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.log: list[tuple[str, int]] = []
 
-    def _buffer(self, size):
+    def _event(self):
         log, number = self.log, len(self.log)
         self.log.append(("made", number))
 
@@ -36,7 +36,7 @@ class Buffers(Staging):
             def synchronize(self):
                 log.append(("synchronize", number))
 
-        return torch.full((size,), 0xAA, dtype=torch.uint8), Event()
+        return Event()
 
     def _stream(self, device):
         return device
@@ -105,10 +105,10 @@ def test_weights_made_under_inference_mode_and_moved_outside_of_it(card):
 
 
 def test_without_memory_to_pin_it_copies_as_before(card, monkeypatch):
-    def refuse(self, size):
+    def refuse(size):
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(Staging, "_buffer", refuse)
+    monkeypatch.setattr(staging, "_buffer", refuse)
     source, to = torch.randn(9), torch.zeros(9).to(GPU)
     with Staging() as copy:
         copy(to, source)
@@ -218,6 +218,22 @@ def test_tensors_of_two_devices_leave_without_buffers(card, monkeypatch):
     for found, value in zip(staging.to_system_memory(values), values, strict=True):
         assert torch.equal(found, value.to("cpu"))
     assert True not in pinned
+
+
+@pytest.mark.parametrize("home, name", [(staging, "_buffer"), (torch.Tensor, "numpy")])
+def test_without_memory_to_pin_or_numpy_they_leave_without_buffers(card, monkeypatch, home, name):
+    values, asked = [torch.randn(50).to(GPU), torch.randn(9, 9).to(GPU)], []
+
+    def refuse(*_):
+        asked.append(name)
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(home, name, refuse)
+        made = staging.to_system_memory(values)
+    assert asked and all(torch.equal(found, value.to("cpu")) for found, value in zip(made, values))
 
 
 def test_on_a_cpu_nothing_is_staged():
