@@ -10,6 +10,7 @@ of memory later, Forge loads the UNet in parts, as it would have done at once, a
 from __future__ import annotations
 
 import contextlib
+import uuid
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -168,19 +169,32 @@ class ResidentUnet:
             # else weights come that are to stay, if 8 bits are on since now
             found.configure(self._config())
             try:
-                original(patcher, device_to, ALL, *args, **more)
-                self._count(model)
-                return model.model_loaded_weight_memory - before
-            except torch.cuda.OutOfMemoryError:
-                # Forge has moved the model to system memory
+                if self._loaded(place, lambda: original(patcher, device_to, ALL, *args, **more)):
+                    self._count(model)
+                    return model.model_loaded_weight_memory - before
                 self._refuse(found)
             finally:
                 self._loads = None
-        self._whole.pop(found.module, None)
+        was_whole = self._whole.pop(found.module, None) is not None
         try:
             return original(patcher, device_to, self._as_forge_has_it(found, patcher, extra_memory), *args, **more)
         finally:
             found.arena.resident.in_parts = bool(model.model_lowvram)
+            if was_whole:
+                _load_anew(model)
+
+    def _loaded(self, place: torch.device, load: Callable[[], Any]) -> bool:
+        """Whether a UNet was loaded as a whole. Weights that get LoRA need more room next to it while they are made,
+        for which graphs and 8-bit weights give way: they are made again with the next plan."""
+        for give in (lambda: pool_of(place).make_room(self._report, _WHY), None):
+            try:
+                load()
+                return True
+            except torch.cuda.OutOfMemoryError:
+                # Forge has moved the model to system memory
+                if give is not None:
+                    give()
+        return False
 
     def _fits(self, found: Accelerator, patcher: Any, place: torch.device, usable: float) -> bool:
         """Whether a UNet is loaded as a whole in 8 bits, with so many bytes for its weights.
@@ -300,6 +314,7 @@ class ResidentUnet:
         guarded(self._report, "memory", found.arena.restore_layout_temporarily)
         torch.cuda.empty_cache()
         taken[1](patcher, taken[2])
+        _load_anew(patcher.model)
         return True
 
     def _refuse(self, found: Accelerator) -> None:
@@ -340,6 +355,15 @@ def _leave(found: Accelerator) -> None:
     assert arena.resident.device is not None
     with arena.exclusively(arena.resident.device):
         arena.resident.leave()
+
+
+def _load_anew(model: Any) -> None:
+    """Have Forge load a model in parts anew with the next image, as after a change of LoRA. More of it may fit then, as
+    plans are gone: Forge's `load()` would add LoRA twice to a weight that had room before and has none now, and would
+    drop LoRA that is applied in each call from layers that are loaded already."""
+    if model.model_lowvram:
+        # those of none of its patchers
+        model.current_weight_patches_uuid = uuid.uuid4()
 
 
 def _patched_bytes(patcher: Any) -> int:

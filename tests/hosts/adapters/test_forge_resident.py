@@ -19,6 +19,7 @@ from pretended_card import GPU, Card, apart, pretended_card
 from torch import nn
 
 from hosts.standins import forge_neo_memory as standin
+from hosts.standins.forge_neo_patcher import ModelPatcher
 from sfast_ext import accelerator_of
 from sfast_ext.hosts import gpu_room, system_memory
 from sfast_ext.hosts.forge import adapter as forge
@@ -211,7 +212,7 @@ def test_loras_are_followed_and_made_one_layer_at_a_time(on: Running) -> None:
     on.host.callbacks["cfg_denoiser"].insert(0, lambda params: seen.append(on.there))
     brought_back = on.counter("weights_brought_back")
     before: dict[str, float] = {}
-    for loras in ({"a": 2.0}, {"a": 1.0}, {"a": 1.0, "b": -2.0}, {}, {"b": 2.0}, {"a": 2.0}):
+    for loras in ({"a": 2.0}, {"a": 1.0}, {"a": 1.0, "b": -1.0}, {}, {"b": 1.0}, {"a": 2.0}):
         stale, before = relative_error([of(1, **before)], [of(1, **loras)]), loras
         on.lora(**loras)
         error = on.picture()
@@ -220,6 +221,7 @@ def test_loras_are_followed_and_made_one_layer_at_a_time(on: Running) -> None:
         assert seen[0] < 0.7 * SIZE
         seen.clear()
         assert not on.model.model_lowvram
+    # graphs that give way are no new plan
     assert on.counter("captures") == 1 and on.counter("errors") == 0
     # names of weights are read without their values
     assert on.counter("weights_brought_back") == brought_back
@@ -308,7 +310,8 @@ def test_a_call_without_a_plan_that_lacks_room_for_all_weights_is_forges(on: Run
     assert on.picture() < 1e-2 and on.model.model_lowvram
     hook.remove()
     on.card.outside = 0
-    assert on.picture() < 1e-2 and on.model.model_lowvram
+    # it is loaded anew, in the layout that plans gave it: rounding
+    assert on.picture() < 0.03 and on.model.model_lowvram
 
 
 @room(1.05)
@@ -331,26 +334,36 @@ def test_an_exception_in_the_middle_of_an_image(on: Running) -> None:
     assert on.picture() < 0.06 and not on.model.model_lowvram and on.counter("errors") == 0
 
 
-# nothing with LoRA that makes Forge load in parts: it loses or doubles LoRA if it then has another amount of memory
-SCENES = ("a lora", "no lora", "a checkpoint", "another model", "all leave", "plans")
+SCENES = (
+    "a lora", "no lora", "8 bits", "a checkpoint", "all off", "another model", "all leave", "plans", "in layers"
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("on", "seed"), [(1.6, 0), (1.8, 1)], indirect=["on"])
-def test_random_scenes(on: Running, seed: int) -> None:
+@pytest.mark.parametrize(("on", "seed"), [(1.6, 0), (1.8, 1), (1.45, 2)], indirect=["on"])
+def test_random_scenes(on: Running, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # what is wrong is then ours
+    monkeypatch.setattr(ModelPatcher, "MENDED", True)
     rng = random.Random(seed)
-    done: list[str] = []
-    for _ in range(4):
+    options, done = on.host.opts.data, list[str]()
+    for _ in range(5):
         scene = rng.choice(SCENES)
         done.append(scene)
-        if scene == "a lora":
-            on.lora(**{name: rng.choice([1.0, -1.0, 2.0]) for name in rng.sample("ab", rng.randint(1, 2))})
+        if scene in ("a lora", "in layers"):
+            loras = {name: rng.choice([1.0, -1.0, 0.5]) for name in rng.sample("ab", rng.randint(1, 2))}
+            on.lora(online=scene == "in layers", **loras)
         elif scene == "no lora":
             on.lora()
+        elif scene == "8 bits":
+            options["sfast_eight_bits"] ^= True
+        elif scene == "all off":
+            options["sfast_enabled"] = not options.get("sfast_enabled", True)
         elif scene == "a checkpoint":
             on.load(rng.randint(1, 3))
         elif scene == "another model":
-            other = on.host.another(int(rng.choice((0.2, 0.6, 0.9)) * SIZE))
-            assert other.model.layer.weight.is_cuda
+            size = int(rng.choice((0.2, 0.6, 0.9)) * SIZE)
+            other = on.host.another(size)
+            # Forge loads it in parts if there is too little for it alone
+            assert other.model.layer.weight.is_cuda or on.card.capacity < 2 * size + RESERVE, done
             del other
         elif scene == "all leave":
             on.host.memory.unload_all_models()
@@ -358,7 +371,10 @@ def test_random_scenes(on: Running, seed: int) -> None:
         else:
             on.session.drop_plans()
         for _ in range(rng.randint(1, 2)):
-            assert on.picture(rng.randint(1, 3), 8) < 0.2, done
+            error = on.picture(rng.randint(1, 3), rng.choice((8, 8, 12)))
+            # in parts, and without 8 bits, it is rounding: layers may have kept the layout that plans gave them
+            exact = on.model.model_lowvram or not (options.get("sfast_enabled", True) and options["sfast_eight_bits"])
+            assert error < (0.03 if exact else 0.2), done
         told, there = (
             on.host.current[0].model_loaded_memory(),
             sum(p.nbytes for p in on.host.unet.parameters() if p.is_cuda),

@@ -91,7 +91,15 @@ def _size(module: nn.Module) -> int:
 
 
 class ModelPatcher:
-    """`backend.patcher.base.ModelPatcher`."""
+    """`backend.patcher.base.ModelPatcher`.
+
+    Like the real one, `load()` and `partially_unload()` give wrong images if they find a model in parts with LoRA, and
+    another amount of memory: LoRA is added twice to a weight that has it and has no room now, and LoRA that is applied
+    in each call is dropped from layers that are loaded already, or applied twice if these leave. `MENDED` is without
+    it: a model in parts with LoRA is loaded anew.
+    """
+
+    MENDED = False
 
     def __init__(self, model: Any, load_device: torch.device, offload_device: Any = None, size: int = 0) -> None:
         self.model, self.load_device, self.size = model, load_device, size
@@ -267,6 +275,8 @@ class ModelPatcher:
                     self._set(key, self.backup.pop(key).weight)
             m.to(device_to)
             if f"{n}.weight" in self.patches:
+                if self.MENDED:
+                    m.weight_function = []
                 m.weight_function.append(lambda weight, key=f"{n}.weight": self._merged(key, weight))
             m.prev_parameters_manual_cast = m.parameters_manual_cast
             m.parameters_manual_cast, m.forge_patched_weights = True, False
@@ -278,7 +288,8 @@ class ModelPatcher:
 
     def partially_load(self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> float:
         current = self.model.current_weight_patches_uuid
-        unpatch = current is not None and (current != self.patches_uuid or force_patch_weights)
+        anew = force_patch_weights or self.MENDED and bool(self.patches) and self.model.model_lowvram
+        unpatch = current is not None and (current != self.patches_uuid or anew)
         used = self.model.model_loaded_weight_memory
         self.unpatch_model(self.offload_device, unpatch_weights=unpatch)
         if unpatch:
