@@ -212,7 +212,7 @@ def test_loras_are_followed_and_made_one_layer_at_a_time(on: Running) -> None:
     on.host.callbacks["cfg_denoiser"].insert(0, lambda params: seen.append(on.there))
     brought_back = on.counter("weights_brought_back")
     before: dict[str, float] = {}
-    for loras in ({"a": 2.0}, {"a": 1.0}, {"a": 1.0, "b": -1.0}, {}, {"b": 1.0}, {"a": 2.0}):
+    for loras in ({"a": 2.0}, {"a": 1.0}, {"a": 1.0, "b": -1.0}, {}, {"b": 1.0}, {"a": -1.0}):
         stale, before = relative_error([of(1, **before)], [of(1, **loras)]), loras
         on.lora(**loras)
         error = on.picture()
@@ -310,8 +310,8 @@ def test_a_call_without_a_plan_that_lacks_room_for_all_weights_is_forges(on: Run
     assert on.picture() < 1e-2 and on.model.model_lowvram
     hook.remove()
     on.card.outside = 0
-    # it is loaded anew, in the layout that plans gave it: rounding
-    assert on.picture() < 0.03 and on.model.model_lowvram
+    # it was not refused: with the memory 8 bits are back
+    assert on.picture() < 0.06 and not on.model.model_lowvram
 
 
 @room(1.05)
