@@ -32,6 +32,7 @@ from sfast_ext.runtime.plan_runner import Failures, PlanRunner
 from sfast_ext.runtime.status import status
 from sfast_ext.torch_state import compiles
 from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.aside import Hidden
 from sfast_ext.weights.submodule_arena import SubmoduleArena
 from sfast_ext.weights.weight import WeightsAway, WeightsInUse
 
@@ -276,7 +277,7 @@ class Accelerator:
         with self._model.lock:
             return self._model.arena.fetch()
 
-    def keeping_aside(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    def keeping_aside(self, device: torch.device) -> contextlib.AbstractContextManager[Hidden | None]:
         """While the host moves the module to the GPU: weights of which plans read 8-bit integers alone stay in system
         memory. If another forward is in the module's place, it may read them, and they come."""
         stays = self.installed() and not self.parts and self.config.enabled and self.config.eight_bits

@@ -30,6 +30,10 @@ PATCH_ON = Kind("another-extension", "{} is on", OFF)
 
 IN_PARTS = Kind("offload", "Forge keeps a part of the UNet in system memory, for want of GPU memory",
     "a smaller image or model is accelerated")
+IN_PARTS_FIRST = Kind("offload", "the first image in 8 bits needs {} GB of GPU memory, and {} are free: Forge keeps a "
+    "part of the UNet in system memory", "close other programs that use the GPU to accelerate")
+IN_PARTS_SHORT = Kind("offload", "GPU memory ran out with all of the UNet: Forge keeps a part of it in system memory",
+    "close other programs that use the GPU, and load the model again, to accelerate")
 LORA_IN_FP16 = Kind("lora-inside-layers", "LoRA is computed inside the layers",
     "set Diffusion in Low Bits to a choice without 'fp16 LoRA' to accelerate")
 STORED_IN = Kind("quantised", "the model is quantised or stored in {}",

@@ -70,7 +70,8 @@ class Session:
         self.installation = Installation(self.found, self.report.error)
         self.script: type | None = None
         """What `request_script` has made."""
-        self.eight_bits = EightBits(self.report, self.model_name, self.loaded if self.FOLLOWS_RESIDENCE else None)
+        loaded = (lambda: self.loaded() if self.follows_residence() else None) if self.FOLLOWS_RESIDENCE else None
+        self.eight_bits = EightBits(self.report, self.model_name, loaded)
         self._log_level: int | None = None
         self._described: tuple[bool, dict[str, Any], Reason | None] | None = None
 
@@ -211,12 +212,16 @@ class Session:
     def show_error(self, exc: Exception) -> None:
         """Show an exception to the user in the host's own way, in addition to the report."""
 
+    def follows_residence(self) -> bool:
+        """See `FOLLOWS_RESIDENCE`."""
+        return self.FOLLOWS_RESIDENCE
+
     def config(self) -> HostConfig:
         """The configuration that the user has chosen in the host's settings."""
         from modules import shared
 
         self._follow_log_level()
-        resident = None if self.FOLLOWS_RESIDENCE else False
+        resident = None if self.follows_residence() else False
         config = dataclasses.replace(settings.config_from(shared.opts, self.report), resident=resident)
         if config.allow_cpu or self.last_request.comparing:
             # plans on a CPU are for trying things out, and earn nothing; what is compared was asked for

@@ -25,6 +25,7 @@ from sfast_ext.kernels.eight_bits import quantise_weights
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.plan import Plan
 from sfast_ext.runtime.model_state import ModuleContext
+from sfast_ext.weights.aside import Hidden
 from sfast_ext.weights.banks import Bank
 from sfast_ext.weights.weight import WeightsAway, WeightsInUse
 
@@ -183,11 +184,11 @@ def give_back(context: ModuleContext) -> None:
     context.bring_back()
 
 
-def hidden(context: ModuleContext, device: torch.device) -> contextlib.AbstractContextManager[None]:
+def hidden(context: ModuleContext, device: torch.device) -> contextlib.AbstractContextManager[Hidden | None]:
     """See `Resident.hidden`, while the host moves the module to a device. Not if plans read half-precision values of
     these weights: they get them as they get others, else their memory and the host's were there at once."""
     resident = context.arena.resident
-    if resident.device != device or not resident.banks or _halves_are_read(context):
+    if resident.device != device or resident.in_parts or not resident.banks or _halves_are_read(context):
         return contextlib.nullcontext()
     return resident.hidden()
 

@@ -8,10 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
-from sfast_ext.weights.weight import WeightsAway, WeightsChanged, WeightSlot
+from sfast_ext.weights.staging import to_system_memory
+from sfast_ext.weights.weight import (
+    Weight,
+    WeightsAway,
+    WeightsChanged,
+    WeightSlot,
+    paths_of,
+    places_of,
+    slots_at,
+)
 
 
 @dataclass(eq=False)
@@ -99,23 +109,75 @@ def in_system_memory(asides: Iterable[Aside]) -> list[torch.Tensor]:
     return [now for now in held.values() if is_plain(now) and now.device.type == "cpu"]
 
 
-@contextlib.contextmanager
-def hidden(asides: Iterable[Aside], device: torch.device) -> Iterator[None]:
+class Hidden:
     """Within, the parameters in system memory are empty ones on a GPU."""
-    taken = []
-    asides = list(asides)
-    here = in_system_memory(asides)
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            for aside in asides:
-                value = aside.now
-                if any(value is each for each in here):
-                    taken.append((aside, live_tensor(value), value))
-                    set_data(value, torch.empty(0, dtype=value.dtype, device=device))
-        yield
-    finally:
-        for aside, source, value in taken:
+
+    def __init__(self, asides: Iterable[Aside], device: torch.device) -> None:
+        self._asides, self._device = list(asides), device
+        # by the number of the parameter
+        self._taken: dict[int, tuple[Aside, torch.Tensor, torch.Tensor]] = {}
+
+    def __enter__(self) -> Hidden:
+        here = set(map(id, in_system_memory(self._asides)))
+        try:
+            for aside in self._asides:
+                if id(aside.now) in here:
+                    self._hide(aside)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for aside, source, value in self._taken.values():
             # the host may have put another object there
             for now in {id(each): each for each in (aside.now, value)}.values():
                 if isinstance(now, torch.Tensor) and not now.numel():
                     set_data(now, source)
+        self._taken = {}
+
+    @contextlib.contextmanager
+    def shown(self, layer: nn.Module, name: str) -> Iterator[None]:
+        """Within, a parameter of a layer has its values, for a host that puts another in its place. What is there
+        afterwards is in system memory, and an empty one as well."""
+        value = layer._parameters.get(name)
+        aside, source, _ = self._taken.pop(id(value), (None, None, None))
+        if aside is None or source is None or value is None:
+            yield
+            return
+        set_data(value, source)
+        try:
+            yield
+        finally:
+            now = aside.now
+            if now is not value:
+                # a new object may have the number and the memory of the one before
+                aside.seen = None
+            if isinstance(now, torch.Tensor) and is_plain(now):
+                with torch.inference_mode(False), torch.no_grad():
+                    if now.is_cuda:
+                        set_data(now, to_system_memory([live_tensor(now)])[0])
+                self._hide(aside)
+
+    def _hide(self, aside: Aside) -> None:
+        value = aside.now
+        if id(value) not in self._taken:
+            with torch.inference_mode(False), torch.no_grad():
+                self._taken[id(value)] = aside, live_tensor(value), value
+                set_data(value, torch.empty(0, dtype=value.dtype, device=self._device))
+
+
+def places_in(asides: dict[str, Aside], root: nn.Module, other: nn.Module) -> dict[str, list[WeightSlot]] | None:
+    """Where another module has parameters of the same paths, shapes and dtypes; None if it has not all of them."""
+    places = places_of(other)
+    found: dict[str, list[WeightSlot]] = {}
+    for path, aside in asides.items():
+        paths = paths_of(root, Weight(path, torch.empty(0), aside.slots))
+        slots = slots_at(paths, places)
+        if not slots:
+            return None
+        value = slots[0][0][slots[0][1]]
+        if value.shape != aside.shape or value.dtype != aside.dtype:
+            return None
+        found[path] = slots
+    return found

@@ -23,7 +23,7 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.weights import host_copies
-from sfast_ext.weights.aside import Aside, differing, hidden, in_system_memory, state_of
+from sfast_ext.weights.aside import Aside, Hidden, differing, in_system_memory, places_in, state_of
 from sfast_ext.weights.banks import Bank, batches
 from sfast_ext.weights.digest import digest_of, reading
 from sfast_ext.weights.original_layout import live_tensor, set_data
@@ -31,7 +31,7 @@ from sfast_ext.weights.staging import Staging, to_system_memory
 from sfast_ext.weights.streamed import Streamed
 from sfast_ext.weights.tracked import TrackedWeights
 from sfast_ext.weights.vacancy import vacancies
-from sfast_ext.weights.weight import Weight, WeightsAway, WeightSlot, paths_of, places_of, slots_at
+from sfast_ext.weights.weight import Weight, WeightsAway, WeightSlot
 
 AUDITED_BYTES = 32 << 20
 """Whose digest is computed in each call: 3.7 GB, those of SDXL, are read within 120 calls."""
@@ -53,6 +53,8 @@ class Resident:
         self.device: torch.device | None = None
         """That of the banks."""
         self._reading: Callable[[], set[int]] | None = None
+        self.in_parts = False
+        """Whether the host keeps a part of the module in system memory: nothing comes back from there."""
         self.audit_all = False
         """Whether the next `sync` computes the digests of all; one that restores only begins to."""
 
@@ -75,7 +77,8 @@ class Resident:
 
     def out(self, device: torch.device | None) -> bool:
         """Whether parameters are in system memory, and the rest of the module on this device, the GPU of the banks."""
-        return device is not None and device == self.device and bool(self._elsewhere())
+        there = device is not None and device == self.device and not self.in_parts
+        return there and bool(self._elsewhere())
 
     def set_aside(self, weights: Iterable[Weight], device: torch.device) -> None:
         """Move the parameters of weights to system memory, and free the memory that plans would read. Other plans that
@@ -342,11 +345,15 @@ class Resident:
         finally:
             self._thread.streams = False
 
-    def hidden(self) -> contextlib.AbstractContextManager[None]:
+    def hidden(self) -> Hidden:
         """Within, the parameters in system memory are empty ones on the GPU: a host that moves the module there leaves
         them where they are."""
         assert self.device is not None
-        return hidden(self._asides.values(), self.device)
+        return Hidden(self._asides.values(), self.device)
+
+    def leave(self) -> None:
+        """Move the parameters to system memory that came back to the GPU."""
+        self._leave([aside.now for aside in self._asides.values()])
 
     @contextlib.contextmanager
     def lent(self, module: nn.Module) -> Iterator[None]:
@@ -368,19 +375,8 @@ class Resident:
                         set_data(value, source)
 
     def places_in(self, root: nn.Module) -> dict[str, list[WeightSlot]] | None:
-        """Where another module has parameters of the same paths, shapes and dtypes; None if it has not all of them."""
-        places = places_of(root)
-        found: dict[str, list[WeightSlot]] = {}
-        for path, aside in self._asides.items():
-            paths = paths_of(self._tracked.root, Weight(path, torch.empty(0), aside.slots))
-            slots = slots_at(paths, places)
-            if not slots:
-                return None
-            value = slots[0][0][slots[0][1]]
-            if value.shape != aside.shape or value.dtype != aside.dtype:
-                return None
-            found[path] = slots
-        return found
+        """See `aside.places_in`."""
+        return places_in(self._asides, self._tracked.root, root)
 
     def follow(self, places: dict[str, list[WeightSlot]]) -> None:
         """The banks are those of another module from now on, see `places_in`."""

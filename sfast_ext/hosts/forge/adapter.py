@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import reasons, starting
 from sfast_ext.hosts.attachment import Attachment
@@ -14,6 +15,7 @@ from sfast_ext.hosts.forge import probes
 from sfast_ext.hosts.forge.hooks import ForgeHooks
 from sfast_ext.hosts.forge.memory import ClassicMemory, ForgeMemory, OldMemory, ReforgeMemory
 from sfast_ext.hosts.forge.programs import CLASSIC, FORGE, NEO, REFORGE, Program
+from sfast_ext.hosts.forge.resident import ResidentUnet
 from sfast_ext.hosts.forge.secondary import KEPT_CONTROLNETS, SecondaryNetworks
 from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.webui_session import WebUISession
@@ -33,6 +35,7 @@ class ForgeSession(WebUISession):
 
     PROGRAM: ClassVar[Program] = NEO
     HOST = "Forge Neo"
+    FOLLOWS_RESIDENCE = True
     PROBES = probes.NEO
     TESTED = ("neo 2.26",)
     NAME: ClassVar[str] = "neo"
@@ -46,6 +49,7 @@ class ForgeSession(WebUISession):
         small = (self._upscalers.attachment, self._previews.attachment)
         self.attachments = (self._unets, *self._secondary.attachments, *small)
         self._memory = self._make_memory((*self._secondary.attachments, self._unets), self.report)
+        self._resident = ResidentUnet(self._unets, self.config, self._memory.unrestored, self.report)
 
     @classmethod
     def is_host(cls) -> bool:
@@ -64,7 +68,14 @@ class ForgeSession(WebUISession):
 
     def _install_memory(self) -> None:
         super()._install_memory()
-        self._memory.install(self.installation)
+        host = self.installation
+        self._memory.install(host)
+        if self.FOLLOWS_RESIDENCE and host.feature(probes.RESIDENT, lambda: self._resident.install(host)):
+            host.feature(probes.LORA_NAMES, lambda: self._resident.install_names(host))
+
+    def follows_residence(self) -> bool:
+        """If Forge's functions are those that are known."""
+        return self._resident.installed
 
     def host_version(self) -> str:
         """What the program calls itself, and its release if it has one."""
@@ -88,13 +99,15 @@ class ForgeSession(WebUISession):
 
     def release_models(self) -> None:
         """Release every network that is accelerated."""
+        self._resident.before(Config(enabled=False))
         super().release_models()
         self._secondary.release()
 
     def _hooks_for(self, unet: nn.Module) -> Hooks:
         hooks = self._hooks.get(unet)
         if hooks is None:
-            hooks = self._hooks[unet] = ForgeHooks(unet, lambda: holder_of(self.model()), self.PROGRAM)
+            resident = self._resident if self.FOLLOWS_RESIDENCE else None
+            hooks = self._hooks[unet] = ForgeHooks(unet, lambda: holder_of(self.model()), self.PROGRAM, resident)
         return hooks.hooks()
 
     def _follow(self, model: Any) -> None:
@@ -105,6 +118,7 @@ class ForgeSession(WebUISession):
         if reason is not None:
             self.report.bypassed(reason)
             unet = None
+        self._resident.before(config if unet is not None else Config(enabled=False))
         accelerator = self._unets.follow(unet, config)
         self._follow_vae(model)
         if self.found.has(probes.CONTROLNET):
@@ -131,6 +145,7 @@ class ClassicSession(ForgeSession):
 
     PROGRAM = CLASSIC
     HOST = "Forge Classic"
+    FOLLOWS_RESIDENCE = False
     PROBES = probes.CLASSIC
     # it has no release
     TESTED = ("classic",)
@@ -144,6 +159,7 @@ class OldSession(ForgeSession):
 
     PROGRAM = FORGE
     HOST = "Forge"
+    FOLLOWS_RESIDENCE = False
     PROBES = probes.FORGE
     TESTED = ("2.0.1",)
     _make_memory = OldMemory
@@ -160,6 +176,7 @@ class ReforgeSession(ForgeSession):
 
     PROGRAM = REFORGE
     HOST = "reForge"
+    FOLLOWS_RESIDENCE = False
     PROBES = probes.REFORGE
     TESTED = ("1.0.0v2",)
     _make_memory = ReforgeMemory

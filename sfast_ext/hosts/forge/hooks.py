@@ -15,6 +15,7 @@ from sfast_ext.hosts import reasons
 from sfast_ext.hosts.attachment import is_host_code
 from sfast_ext.hosts.forge.programs import COMPUTED, NOTED, PASSED_ON, PATCHES, WRAPPERS, Program, quantised_or
 from sfast_ext.hosts.forge.reading import Reading
+from sfast_ext.hosts.forge.resident import ResidentUnet
 from sfast_ext.hosts.host_queue import interrupted
 from sfast_ext.reasons import Reason
 from sfast_ext.ui import words
@@ -28,12 +29,15 @@ class ForgeHooks:
     Args:
         holder: gives the model that Forge loads and patches, which has the UNet and calls it (`KModel`, in Forge
             Classic and reForge `BaseModel`).
+        resident: loads it; None if its half-precision weights never stay in system memory.
     """
 
-    def __init__(self, unet: nn.Module, holder: Callable[[], Any], program: Program) -> None:
+    def __init__(
+        self, unet: nn.Module, holder: Callable[[], Any], program: Program, resident: ResidentUnet | None = None
+    ) -> None:
         # weak: Forge may drop the model before its accelerator is released
         self._unet = weakref.ref(unet)
-        self._holder, self._program = holder, program
+        self._holder, self._program, self._resident = holder, program, resident
         self._state: tuple[Any, ...] | None = None
         self._reason: Reason | None = None
         self._reading = Reading(unet)
@@ -55,7 +59,15 @@ class ForgeHooks:
             words=self.words,
             interrupted=interrupted,
             ignored=self._program.bookkeeping,
+            system_memory=self._weights_may_leave,
+            short_of_memory=self._short_of_memory,
         )
+
+    def _weights_may_leave(self, size: int) -> bool:
+        return self._resident is not None and self._resident.allows(self._unet(), size)
+
+    def _short_of_memory(self) -> bool:
+        return self._resident is not None and self._resident.gave_way(self._unet())
 
     def alive(self) -> bool:
         """Whether the UNet is there still."""
@@ -82,7 +94,10 @@ class ForgeHooks:
         return self._reason
 
     def _weights_reason(self, holder: Any, network: nn.Module) -> Reason | None:
-        return self._program.weights_bypass_reason(holder, network)
+        reason = self._program.weights_bypass_reason(holder, network)
+        if self._resident is not None and reason is not None and reason.code == reasons.IN_PARTS.code:
+            return self._resident.why_in_parts(network) or reason
+        return reason
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read:
         """What the forward reads. Among the rest are the sigmas of all steps, of which plans would depend."""

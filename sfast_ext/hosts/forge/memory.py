@@ -115,15 +115,16 @@ class ForgeMemory:
 
     def _without_restoring(self, original: Callable[..., Any], patcher: Any, *args: Any, **kwargs: Any) -> Any:
         """A function that calls `state_dict()` of the model to read names, sizes or weights as they lie."""
-        with self._unrestored(getattr(patcher, "model", None)):
+        with self.unrestored(getattr(patcher, "model", None)):
             return original(patcher, *args, **kwargs)
 
     def _module_size(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._unrestored(module):
+        with self.unrestored(module):
             return original(module, *args, **kwargs)
 
     @contextlib.contextmanager
-    def _unrestored(self, model: Any) -> Iterator[None]:
+    def unrestored(self, model: Any) -> Iterator[None]:
+        """Within, `state_dict()` of a model leaves its weights where they are."""
         within = self._within(model)
         before = [(each, each.restores_for_saving) for each in within]
         for accelerator, _ in before:

@@ -6,6 +6,10 @@ from sfast_ext.hosts.probes import Feature, Probe, passes, probe, refers_to, tak
 from sfast_ext.hosts.webui_probes import MEMORY, UPSCALED, VERSION, WEBUI
 
 CONTROLNET = Feature("ControlNet", "ControlNets are not accelerated")
+RESIDENT = Feature(
+    "8-bit weights alone", "8 bits need GPU memory for a second copy of the weights on small cards as well"
+)
+LORA_NAMES = Feature("names of weights", "a change of LoRA takes longer with 8 bits on a small card")
 
 _FORGE: tuple[Probe, ...] = (
     *WEBUI,
@@ -36,6 +40,34 @@ def _controlnet(module: str) -> Probe:
     return probe(f"{module}:ControlNet", check=refers_to("control_model", "previous_controlnet"), feature=CONTROLNET)
 
 
+def _resident(patcher: str, management: str) -> tuple[Probe, ...]:
+    """What `resident.ResidentUnet` wraps and calls."""
+    attributes = (
+        "model_loaded_weight_memory", "patches_uuid", "current_weight_patches_uuid", "patches", "offload_device",
+        "force_cast_weights", "weight_wrapper_patches", "weight_inplace_update", "forge_patched_weights", "backup",
+    )  # fmt: skip
+    checks = {
+        "partially_load": passes("self", "device_to", "extra_memory"),
+        "partially_unload": passes("self", "device_to", "memory_to_free"),
+        "load": passes("self", "device_to", later=["lowvram_model_memory", "full_load"]),
+        "patch_weight_to_device": passes("self", "key", "device_to"),
+        "unpatch_model": takes("self", "device_to", unpatch_weights=True),
+        "loaded_size": passes("self"),
+        "has_online_lora": takes("self"),
+    }
+    return (
+        probe(f"{patcher}:ModelPatcher", check=refers_to(*attributes), feature=RESIDENT),
+        *(probe(f"{patcher}:ModelPatcher.{name}", check=each, feature=RESIDENT) for name, each in checks.items()),
+        probe(
+            f"{management}:LoadedModel",
+            check=refers_to("partially_load", "partially_unload", "loaded_size"),
+            feature=RESIDENT,
+        ),
+        probe(f"{management}:LoadedModel.model_memory", check=passes("self"), feature=RESIDENT),
+        probe(f"{management}:LoadedModel.model_offloaded_memory", check=passes("self"), feature=RESIDENT),
+    )
+
+
 _LOADED_IN_PARTS = ("model_lowvram", "current_weight_patches_uuid", "weight_function")
 _BACKEND, _LDM = "backend.memory_management", "ldm_patched.modules.model_management"
 
@@ -45,6 +77,9 @@ NEO: tuple[Probe, ...] = (
     *_management(_BACKEND),
     *_loads_in_parts("backend.patcher.base"),
     probe("backend.patcher.base:ModelPatcher.unpin_all_weights", check=takes("self"), feature=MEMORY),
+    *_resident("backend.patcher.base", _BACKEND),
+    # of the extension for LoRA, which is built in
+    probe("networks:model_lora_keys_unet", check=passes("model"), feature=LORA_NAMES),
     _controlnet("backend.patcher.controlnet"),
 )
 

@@ -165,6 +165,9 @@ class ModelPatcher:
         self.backup: dict[str, Any] = {}
         self.patches_uuid = uuid.uuid4()
         self.pinned = 0
+        self.force_cast_weights = self.weight_inplace_update = False
+        self.weight_wrapper_patches: dict[str, Any] = {}
+        self.model.model_loaded_weight_memory = getattr(model, "model_loaded_weight_memory", 0)
         self.model.model_lowvram = getattr(model, "model_lowvram", False)
         self.model_options: dict[str, Any] = {"transformer_options": {}}
 
@@ -186,24 +189,36 @@ class ModelPatcher:
             weight = weight + strength * lora_delta(name, key, weight)
         return weight
 
-    def load(self, device_to: Any = None, *, full_load: bool = False) -> None:
+    def has_online_lora(self) -> bool:
+        return any(online for patches in self.patches.values() for *_, online in patches)
+
+    def loaded_size(self) -> int:
+        return self.model.model_loaded_weight_memory
+
+    def patch_weight_to_device(self, key: str, device_to: Any = None) -> None:
+        path, _, name = key.rpartition(".")
+        layer = self.model.get_submodule(path)
+        weight = getattr(layer, name)
+        # if the model is in system memory, this is the parameter itself
+        self.backup[key] = weight.to(self.offload_device)
+        setattr(layer, name, nn.Parameter(self._merged(key, weight.to(device_to)), requires_grad=False))
+
+    def load(self, device_to: Any = None, lowvram_model_memory: float = 0, *, full_load: bool = False) -> None:
         for key, patches in self.patches.items():
-            path, _, name = key.rpartition(".")
-            layer = self.model.get_submodule(path)
             if key in self.backup:
                 continue  # the layer stayed when others were unloaded
             if any(online for _, _, online in patches):
+                layer = self.model.get_submodule(key.rpartition(".")[0])
                 layer.weight_function = [functools.partial(self._merged, key)]
                 continue
-            weight = getattr(layer, name)
-            # if the model is in system memory, this is the parameter itself
-            self.backup[key] = weight.to(self.offload_device)
-            setattr(layer, name, nn.Parameter(self._merged(key, weight.to(device_to)), requires_grad=False))
+            ModelPatcher.patch_weight_to_device(self, key, device_to)
         for layer in self.model.modules():
             if isinstance(layer, Layer):
                 # a loaded layer has lists of its own
                 layer.weight_function, layer.bias_function = [*layer.weight_function], [*layer.bias_function]
+                layer.forge_patched_weights = True
         self.model.to(device_to)
+        self.model.model_loaded_weight_memory = sum(p.nbytes for p in self.model.parameters())
         self.model.all_in_one_place()
         self.model.loaded = True
         self.model.current_weight_patches_uuid = self.patches_uuid
@@ -240,12 +255,31 @@ class ModelPatcher:
         self.model.to(self.offload_device)
         self.model.all_in_one_place()
         self.model.loaded, self.model.current_weight_patches_uuid = False, None
+        self.model.model_loaded_weight_memory = 0
 
-    def partially_load(self, device: Any) -> None:
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
+        self.detach()
+
+    def partially_load(self, device_to: Any, extra_memory: float = 0) -> None:
         if self.model.current_weight_patches_uuid not in (None, self.patches_uuid):
             self.detach()
         if not self.model.loaded or self.model.in_part:
-            self.load(device, full_load=True)
+            self.load(device_to, full_load=True)
+
+
+class LoadedModel:
+    """A patcher whose model is on the GPU; see `forge_neo_memory` for what it decides."""
+
+    model: Any
+
+    def model_memory(self) -> int:
+        return self.model.loaded_size()
+
+    def model_offloaded_memory(self) -> int:
+        return 0
+
+    def _moves(self) -> tuple[Any, Any]:
+        return self.model.partially_load, self.model.partially_unload
 
 
 class Host:
@@ -277,6 +311,7 @@ class Host:
             "free_memory": self._free,
             "unload_all_models": self._unload_all,
             "get_free_memory": lambda device: self.system_memory,
+            "LoadedModel": LoadedModel,
         }
         found = {
             "modules": _module("modules", __path__=[str(Path(__file__).parent)]),
@@ -286,6 +321,7 @@ class Host:
             "backend.memory_management": _module("backend.memory_management", **memory),
             "backend.patcher": _module("backend.patcher"),
             "backend.patcher.base": _module("backend.patcher.base", ModelPatcher=ModelPatcher),
+            "networks": _module("networks", model_lora_keys_unet=lambda model, key_map=None: list(model.state_dict())),
             **forge_secondary.modules("backend.patcher"),
             "modules.shared": self.shared,
             "modules.sd_models": _module(

@@ -113,7 +113,7 @@ def _sdnext() -> Iterator[World]:
 WORLDS: dict[str, Callable[[], Any]] = {
     "A1111Session": lambda: _ldm("a1111"),
     "SDNextSession": _sdnext,
-    "ForgeSession": lambda: _ldm("forge"),
+    "ForgeSession": lambda: _ldm("forge_neo_memory"),
     "ClassicSession": lambda: _ldm("forge_classic"),
     "OldSession": lambda: _ldm("forge_old"),
     "ReforgeSession": lambda: _ldm("reforge"),

@@ -1,0 +1,391 @@
+"""Forge Neo's memory management for a UNet in 8 bits on a small card: the UNet is loaded as a whole, and half-precision
+weights of its layers in 8 bits stay in system memory.
+
+Forge asks what a model takes before it loads it, and loads it in parts if there is less room than that. Here it is told
+what the UNet takes with 8-bit weights, and of weights that stay in system memory it moves empty ones. The first image
+has no 8-bit weights: then the UNet comes in half precision, if there is room for it. If the original forward runs out
+of memory later, Forge loads the UNet in parts, as it would have done at once, and the forward runs again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfast_ext import torch_state
+from sfast_ext.accelerator import Accelerator, accelerator_of
+from sfast_ext.config import Config
+from sfast_ext.eight_bits import RESIDENT, SMALL, refusal_of
+from sfast_ext.hosts import gpu_room, reasons, system_memory
+from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.hosts.installation import Installation
+from sfast_ext.hosts.moves import place_of
+from sfast_ext.hosts.session import guarded
+from sfast_ext.plans.graph_pool import pool_of
+from sfast_ext.reasons import Reason
+from sfast_ext.report import Report, rehearsing
+from sfast_ext.runtime.call_server import building
+from sfast_ext.weights.aside import Hidden
+
+UNETS = frozenset({"IntegratedUNet2DConditionModel"})
+"""The classes of the networks that are loaded so."""
+ALL = 1e32
+"""Forge's number of bytes for a model that is to be loaded as a whole."""
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_WHY = "the WebUI needs the GPU memory"
+_SHORT = "there was no room for all of the UNet in half precision: Forge loads it in parts from now on"
+
+
+class ResidentUnet:
+    """Loads the UNets of Forge.
+
+    Args:
+        unets: has their accelerators.
+        config: gives the settings that hold now.
+        unrestored: within, `state_dict()` of a model leaves its weights where they are.
+    """
+
+    def __init__(
+        self,
+        unets: Attachment,
+        config: Callable[[], Config],
+        unrestored: Callable[[Any], contextlib.AbstractContextManager[None]],
+        report: Report,
+    ) -> None:
+        self._unets, self._config, self._unrestored, self._report = unets, config, unrestored, report
+        self.installed = False
+        self._hidden: Hidden | None = None
+        self._loads: nn.Module | None = None
+        # of each UNet that is loaded as a whole: how Forge would load it, of a patcher, and with how many bytes
+        self._whole: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Any], Callable[[Any, float], Any], float]]
+        self._whole = weakref.WeakKeyDictionary()
+        # a UNet has no use for it a second time if memory ran out once
+        self._refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._missing: weakref.WeakKeyDictionary[nn.Module, Reason] = weakref.WeakKeyDictionary()
+
+    def install(self, host: Installation) -> None:
+        """Wrap functions of Forge."""
+        host.wrap("ModelPatcher.partially_load", self._partially_load)
+        host.wrap("ModelPatcher.partially_unload", self._partially_unload)
+        host.wrap("ModelPatcher.load", self._load)
+        host.wrap("ModelPatcher.patch_weight_to_device", self._patch)
+        host.wrap("ModelPatcher.loaded_size", self._loaded_size)
+        host.wrap("LoadedModel.model_memory", self._model_memory)
+        host.wrap("LoadedModel.model_offloaded_memory", self._offloaded_memory)
+        self.installed = True
+        host.add(self._uninstall)
+
+    def install_names(self, host: Installation) -> None:
+        """A function that reads the names of weights, for LoRA."""
+        host.wrap("model_lora_keys_unet", self._names)
+
+    def _uninstall(self) -> None:
+        self.installed = False
+
+    def _names(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._unrestored(model):
+            return original(model, *args, **kwargs)
+
+    def allows(self, unet: nn.Module | None, size: int) -> bool:
+        """Whether weights of so many bytes may leave the GPU."""
+        return unet is not None and unet in self._whole and system_memory.has_room_for(size)
+
+    def why_in_parts(self, unet: nn.Module) -> Reason | None:
+        """Why Forge loaded a UNet in parts all the same; None if nothing is to be said of 8 bits."""
+        return reasons.IN_PARTS_SHORT() if unet in self._refused else self._missing.get(unet)
+
+    # what Forge asks
+
+    def _model_memory(self, original: Callable[..., Any], loaded: Any) -> Any:
+        model = loaded.model.model
+        found = self._in_8_bits(model)
+        return original(loaded) if found is None else max(0, _needs(found, model) - found.arena.banks.held)
+
+    def _offloaded_memory(self, original: Callable[..., Any], loaded: Any) -> Any:
+        model = loaded.model.model
+        found = self._in_8_bits(model)
+        return original(loaded) if found is None else max(0, _needs(found, model) - _held(found, model))
+
+    def _loaded_size(self, original: Callable[..., Any], patcher: Any) -> Any:
+        self._count(patcher.model)
+        return original(patcher)
+
+    def _count(self, model: Any) -> None:
+        """Note in the model what of it is on the GPU, where Forge reads it, while it is loaded."""
+        found = self._in_8_bits(model)
+        if found is not None and model.model_loaded_weight_memory > 0:
+            model.model_loaded_weight_memory = max(1, _held(found, model))
+
+    def _in_8_bits(self, model: Any) -> Accelerator | None:
+        """The accelerator of a UNet that has 8-bit weights in place of those in half precision."""
+        found = self._accelerator(model)
+        resident = None if found is None else found.arena.resident
+        if resident is None or resident.in_parts or not resident.banks or not self._is_on(found):
+            return None
+        return found
+
+    def _accelerator(self, model: Any) -> Accelerator | None:
+        unet = getattr(model, "diffusion_model", None)
+        if type(unet).__name__ not in UNETS:
+            return None
+        found = accelerator_of(unet)
+        return found if isinstance(found, Accelerator) and self._unets.holds(unet) else None
+
+    def _is_on(self, found: Accelerator | None) -> bool:
+        config = self._config()
+        on = config.enabled and config.eight_bits and config.resident is not False
+        return on and found is not None and found.module not in self._refused and not found.parts
+
+    # what Forge does
+
+    def _partially_load(
+        self,
+        original: Callable[..., Any],
+        patcher: Any,
+        device_to: Any,
+        extra_memory: float = 0,
+        *args: Any,
+        **more: Any,
+    ) -> Any:
+        model = patcher.model
+        found = self._accelerator(model)
+        if found is None:
+            return original(patcher, device_to, extra_memory, *args, **more)
+        place, before = place_of(device_to), model.model_loaded_weight_memory
+        usable = extra_memory + _held(found, model)
+        if place is not None and self._fits(found, patcher, place, usable):
+            found.arena.resident.in_parts, self._loads = False, model
+
+            def in_parts(patcher: Any, most: float) -> Any:
+                return original(patcher, device_to, most, *args, **more)
+
+            self._whole[found.module] = weakref.ref(patcher), in_parts, usable
+            # else weights come that are to stay, if 8 bits are on since now
+            found.configure(self._config())
+            try:
+                if self._loaded(place, lambda: original(patcher, device_to, ALL, *args, **more)):
+                    self._count(model)
+                    return model.model_loaded_weight_memory - before
+                self._refuse(found)
+            finally:
+                self._loads = None
+        was_whole = self._whole.pop(found.module, None) is not None
+        try:
+            return original(patcher, device_to, self._as_forge_has_it(found, patcher, extra_memory), *args, **more)
+        finally:
+            found.arena.resident.in_parts = bool(model.model_lowvram)
+            if was_whole:
+                _load_anew(model)
+
+    def _loaded(self, place: torch.device, load: Callable[[], Any]) -> bool:
+        """Whether a UNet was loaded as a whole. Weights that get LoRA need more room next to it while they are made,
+        for which graphs and 8-bit weights give way: they are made again with the next plan."""
+        for give in (lambda: pool_of(place).make_room(self._report, _WHY), None):
+            try:
+                load()
+                return True
+            except torch.cuda.OutOfMemoryError:
+                # Forge has moved the model to system memory
+                if give is not None:
+                    give()
+        return False
+
+    def _fits(self, found: Accelerator, patcher: Any, place: torch.device, usable: float) -> bool:
+        """Whether a UNet is loaded as a whole in 8 bits, with so many bytes for its weights.
+
+        Args:
+            usable: what Forge would give to its weights.
+        """
+        model, unet = patcher.model, found.module
+        self._missing.pop(unet, None)
+        if place.type != "cuda" or not self._is_on(found) or place_of(patcher.offload_device) is not None:
+            return False
+        online = patcher.has_online_lora() or patcher.force_cast_weights or patcher.weight_wrapper_patches
+        if online or patcher.weight_inplace_update or not found.installed():
+            return False
+        size, kinds = _bytes(model), {(type(p), p.dtype) for p in unet.parameters()}
+        computed = getattr(model, "computation_dtype", None)
+        if kinds != {(nn.Parameter, computed)} or computed not in _HALF or refusal_of(place) is not None:
+            return False
+        if torch.cuda.get_device_properties(place).total_memory >= SMALL * _bytes(unet) or usable >= ALL / 2:
+            # or the user wants all models to be loaded as a whole
+            return False
+        if not system_memory.has_room_for(_patched_bytes(patcher)):
+            return False
+        if found.arena.resident.banks:
+            return usable >= _needs(found, model)
+        free, needed = gpu_room.free_bytes() + _held(found, model), size + gpu_room.WORKSPACE
+        if free < needed:
+            self._missing[unet] = reasons.IN_PARTS_FIRST(f"{needed / 2**30:.1f}", f"{free / 2**30:.1f}")
+        return free >= needed and usable >= RESIDENT * size
+
+    def _as_forge_has_it(self, found: Accelerator, patcher: Any, extra: float) -> float:
+        """Before Forge loads a UNet in half precision: nothing of it is on the GPU that Forge does not know of. Returns
+        how many bytes more it may take than it has."""
+        model, resident = patcher.model, found.arena.resident
+        if not resident or resident.in_parts or resident.device is None:
+            return extra
+        before = _held(found, model)
+        pool_of(resident.device).make_room(self._report, _WHY)
+        resident.in_parts = True
+        if model.model_loaded_weight_memory > 0:
+            if any(not p.is_cuda for p in found.module.parameters()):
+                # Forge takes them for loaded
+                patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
+            else:
+                model.model_loaded_weight_memory = _on_gpu(model)
+        return extra + before - _held(found, model)
+
+    def _partially_unload(
+        self,
+        original: Callable[..., Any],
+        patcher: Any,
+        device_to: Any,
+        memory_to_free: float = 0,
+        *args: Any,
+        **more: Any,
+    ) -> Any:
+        found = self._in_8_bits(patcher.model)
+        if found is None:
+            return original(patcher, device_to, memory_to_free, *args, **more)
+        freed = 0.0
+
+        def give() -> None:
+            nonlocal freed
+            before = gpu_room.free_bytes()
+            needed = before + memory_to_free
+            gpu_room.make_room(needed, [lambda: _leave(found), *gpu_room.givers(needed, self._report, _WHY)])
+            freed = max(0.0, gpu_room.free_bytes() - before)
+
+        guarded(self._report, "memory", give)
+        self._count(patcher.model)
+        # if that is too little, Forge moves all of it to system memory
+        return int(freed)
+
+    def _load(self, original: Callable[..., Any], patcher: Any, device_to: Any = None, *args: Any, **more: Any) -> Any:
+        found = self._accelerator(patcher.model) if patcher.model is self._loads else None
+        place = place_of(device_to)
+        if found is None or place is None:
+            return original(patcher, device_to, *args, **more)
+        with found.keeping_aside(place) as self._hidden:
+            try:
+                return original(patcher, device_to, *args, **more)
+            finally:
+                self._hidden = None
+
+    def _patch(self, original: Callable[..., Any], patcher: Any, key: str, *args: Any, **more: Any) -> Any:
+        """A weight with LoRA is made on the GPU, one at a time, and leaves it."""
+        hidden, model = self._hidden, self._loads
+        if hidden is None or model is None or patcher.model is not model or key not in patcher.patches:
+            return original(patcher, key, *args, **more)
+        path, _, name = key.rpartition(".")
+        with hidden.shown(model.get_submodule(path), name):
+            return original(patcher, key, *args, **more)
+
+    # the way back
+
+    def gave_way(self, unet: nn.Module | None) -> bool:
+        """The original forward of a UNet is short of memory, which it would not be in parts. Whether it may run again.
+
+        Not while the call is recorded or its plan is made: what is put back then would undo what Forge does here."""
+        found = accelerator_of(unet) if unet is not None and unet in self._whole else None
+        if found is None or rehearsing() or building() or torch_state.obstacle() is not None:
+            return False
+        self._refuse(found)
+        return self.in_parts(found)
+
+    def in_parts(self, found: Accelerator) -> bool:
+        """Have Forge load a UNet as it would have done without 8 bits. Whether it did."""
+        taken = self._whole.pop(found.module, None)
+        patcher = None if taken is None else taken[0]()
+        if taken is None or patcher is None or not patcher.model.model_loaded_weight_memory:
+            return False
+        found.arena.resident.in_parts = True
+        if found.arena.resident.device is not None:
+            pool_of(found.arena.resident.device).make_room(self._report, _WHY)
+        patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
+        # a forward that finds weights in system memory leaves them as plans laid them
+        guarded(self._report, "memory", found.arena.restore_layout_temporarily)
+        torch.cuda.empty_cache()
+        taken[1](patcher, taken[2])
+        _load_anew(patcher.model)
+        return True
+
+    def _refuse(self, found: Accelerator) -> None:
+        self._refused.add(found.module)
+        self._report.count("out_of_memory")
+        self._report.event("8 bits", _SHORT)
+
+    def before(self, config: Config) -> None:
+        """Settings are about to hold, or the session ends: without 8 bits, weights that stayed in system memory come to
+        the GPU if there is room for all of them, and Forge loads the UNet in parts otherwise."""
+        if config.enabled and config.eight_bits:
+            return
+        for unet in list(self._whole):
+            found = accelerator_of(unet)
+            if found is not None:
+                guarded(self._report, "memory", lambda found=found: self._give_up(found))  # type: ignore[misc]
+
+    def _give_up(self, found: Accelerator) -> None:
+        taken, resident = self._whole.get(found.module), found.arena.resident
+        patcher = None if taken is None else taken[0]()
+        if patcher is None or not patcher.model.model_loaded_weight_memory or resident.device is None:
+            self._whole.pop(found.module, None)
+            return
+        model = patcher.model
+        pool_of(resident.device).make_room(self._report, _WHY)
+        missing = _bytes(model) - _on_gpu(model)
+        if missing and gpu_room.free_bytes() < missing + gpu_room.WORKSPACE:
+            self.in_parts(found)
+            return
+        self._whole.pop(found.module, None)
+        found.bring_weights_back()
+        model.model_loaded_weight_memory = _on_gpu(model)
+
+
+def _leave(found: Accelerator) -> None:
+    """Half-precision weights that came back for the original forward leave the GPU."""
+    arena = found.arena
+    assert arena.resident.device is not None
+    with arena.exclusively(arena.resident.device):
+        arena.resident.leave()
+
+
+def _load_anew(model: Any) -> None:
+    """Have Forge load a model in parts anew with the next image, as after a change of LoRA. More of it may fit then, as
+    plans are gone: Forge's `load()` would add LoRA twice to a weight that had room before and has none now, and would
+    drop LoRA that is applied in each call from layers that are loaded already."""
+    if model.model_lowvram:
+        # those of none of its patchers
+        model.current_weight_patches_uuid = uuid.uuid4()
+
+
+def _patched_bytes(patcher: Any) -> int:
+    """What weights take that get LoRA, next to those without it."""
+    if patcher.model.current_weight_patches_uuid == patcher.patches_uuid:
+        return 0
+    return sum(p.nbytes for key, p in patcher.model.named_parameters() if key in patcher.patches)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters())
+
+
+def _on_gpu(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters() if p.is_cuda)
+
+
+def _needs(found: Accelerator, model: nn.Module) -> int:
+    """What a UNet takes on the GPU with 8-bit weights."""
+    return _bytes(model) - found.arena.resident.bytes + sum(bank.bytes for bank in found.arena.resident.banks)
+
+
+def _held(found: Accelerator, model: nn.Module) -> int:
+    """What is on the GPU of a UNet, and of its weights in 8 bits."""
+    return _on_gpu(model) + found.arena.banks.held
