@@ -191,7 +191,7 @@ UNKNOWN_VALUE = Kind("unknown-value", "the forward can read {}, a {} {}")
 
 DICT_KEYS = Kind("arguments", "{} is a dict with keys that are neither text nor integers")
 NO_INPUT = Kind("arguments", "{} is a {}, which an accelerated step cannot take as an input")
-HAS_CODE = Kind("arguments", "among its arguments is a {}, whose class has code or values of its own")
+HAS_CODE = Kind("arguments", "among its arguments is a {}, whose class has code or values")
 HAS_ATTRIBUTE = Kind("arguments", "{} has an attribute {}, which an accelerated step would not have")
 NOT_PLAIN = Kind("arguments", "{} is a {} with layout {}, not a plain tensor")
 ON_META = Kind("arguments", "{} is on the meta device")
