@@ -92,7 +92,8 @@ SIGNATURE = [
     ),
     Mutation(
         "numerical flags of torch", "call_signature.py",
-        "Signature(tree, mode, numerical_flags(), other_mode)", "Signature(tree, mode, 0, other_mode)",
+        "Signature(tree, mode, numerical_flags(), other_mode, (), shared)",
+        "Signature(tree, mode, 0, other_mode, (), shared)",
         ("test_accelerator.py::test_a_numerical_flag_of_torch_gets_a_plan_of_its_own",),
     ),
     Mutation(
@@ -115,25 +116,25 @@ SIGNATURE = [
 BEHAVIOUR = [
     Mutation(
         "classes", "behaviour/reader.py",
-        'self.key += [kind, self.kind(kind, "forward"), module.training, present, places]',
-        'self.key += [self.kind(kind, "forward"), module.training, present, places]',
+        'self.key += [kind, self.kind(kind, "forward"), module.training, len(weights), places]',
+        'self.key += [self.kind(kind, "forward"), module.training, len(weights), places]',
         ("test_stale.py::test_two_classes_of_one_forward_differ",),
     ),
     Mutation(
         "forwards of classes", "behaviour/reader.py",
-        'self.key += [kind, self.kind(kind, "forward"), module.training, present, places]',
-        "self.key += [kind, module.training, present, places]",
+        'self.key += [kind, self.kind(kind, "forward"), module.training, len(weights), places]',
+        "self.key += [kind, module.training, len(weights), places]",
         ("test_stale.py::test_a_forward_of_torchs_own_classes_is_in_the_key",),
     ),
     Mutation(
         "training mode", "behaviour/reader.py",
-        'self.key += [kind, self.kind(kind, "forward"), module.training, present, places]',
-        'self.key += [kind, self.kind(kind, "forward"), present, places]',
+        'self.key += [kind, self.kind(kind, "forward"), module.training, len(weights), places]',
+        'self.key += [kind, self.kind(kind, "forward"), len(weights), places]',
         _KEY,
     ),
     Mutation(
         "parameters that come and go", "behaviour/reader.py",
-        'self.key += [kind, self.kind(kind, "forward"), module.training, present, places]',
+        'self.key += [kind, self.kind(kind, "forward"), module.training, len(weights), places]',
         'self.key += [kind, self.kind(kind, "forward"), module.training, places]',
         _KEY,
     ),

@@ -150,7 +150,7 @@ MUTATIONS = [
     ),
     Mutation(
         "autocast of the other device", "call_signature.py",
-        "numerical_flags(), other_mode)", "numerical_flags(), ())",
+        "numerical_flags(), other_mode, (), shared)", "numerical_flags(), (), (), shared)",
         ("test_torch_flags.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
     ),
     Mutation(
