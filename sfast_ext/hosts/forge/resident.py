@@ -117,7 +117,7 @@ class ResidentUnet:
         return original(patcher)
 
     def _count(self, model: Any) -> None:
-        """Note in the model what of it is on the GPU, where Forge reads it, while it is loaded."""
+        """Note in the model what of it is on the GPU, while it is loaded. Forge reads it there."""
         found = self._in_8_bits(model)
         if found is not None and model.model_loaded_weight_memory > 0:
             model.model_loaded_weight_memory = max(1, _held(found, model))
