@@ -1,11 +1,10 @@
-"""What is known of a graph before it runs: the memory that its values need, a summary of its operations, which of its
-results share memory; and the binding of its attributes to the memory that the plan reads. And what its runs tell of
-when its CUDA graph is captured again (`Recapture`)."""
+"""What is known of a graph before it runs: a summary of its operations, which of its results share memory; and the
+binding of its attributes to the memory that the plan reads. And what its runs tell of when its CUDA graph is captured
+again (`Recapture`). The memory that its values need: `kernels.backend.graph_memory`."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import operator
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -16,88 +15,11 @@ import torch
 from torch import fx
 
 from sfast_ext.kernels.backend import registry
+from sfast_ext.kernels.backend.graph_memory import given_argument
 from sfast_ext.plans.payback import Payback
 from sfast_ext.weights.banks import Bank
 from sfast_ext.weights.original_layout import is_plain, memory_of
 from sfast_ext.weights.weight import Weight
-
-
-def peak_bytes(graph: fx.Graph) -> int:
-    """The largest sum of what is alive at one time, in bytes; arguments, weights and libraries' workspaces aside."""
-    nodes = list(graph.nodes)
-    owner: dict[fx.Node, fx.Node] = {}
-    last: dict[fx.Node, int] = {}
-    for place, node in enumerate(nodes):
-        base = _base(node)
-        owner[node] = node if base is None else owner[base]
-        for source in node.all_input_nodes:
-            last[owner[source]] = place
-        last.setdefault(owner[node], place)
-    alive = peak = 0
-    ending: dict[int, int] = {}
-    for place, node in enumerate(nodes):
-        if owner[node] is node and node.op == "call_function":
-            for size, end in _results(node, place, last):
-                alive += size
-                ending[end] = ending.get(end, 0) + size
-        peak = max(peak, alive + _workspace(node))
-        alive -= ending.pop(place, 0)
-    return peak
-
-
-def _results(node: fx.Node, place: int, last: dict[fx.Node, int]) -> list[tuple[int, int]]:
-    """The bytes of what a node makes, and at which node of the graph they are freed."""
-    val = node.meta.get("val")
-    if node.target is operator.getitem:
-        return []  # counted where it was made
-    if not isinstance(val, tuple | list):
-        return [(_bytes(val), last[node])]
-    ends = [place] * len(val)
-    for taken in node.users:
-        index = taken.args[1]
-        ends[index] = max(ends[index], last.get(taken, last[node]))  # type: ignore[index, call-overload]
-    return list(zip(map(_bytes, val), ends, strict=True))
-
-
-def _workspace(node: fx.Node) -> int:
-    """Bytes that one of our kernels holds while it runs, in addition to its result."""
-    kernel = registry.of(node.target)
-    if kernel is None or kernel.workspace is None:
-        return 0
-    return kernel.workspace(*fx.map_arg(node.args, lambda n: n.meta.get("val")))
-
-
-def _base(node: fx.Node) -> fx.Node | None:
-    """The node whose memory this one is a view of."""
-    sources = node.all_input_nodes
-    if node.op != "call_function" or not sources:
-        return None
-    if node.target is operator.getitem:
-        given = _given_memory(sources[0])
-        if isinstance(given, list | tuple):
-            return given[node.args[1]]  # type: ignore[return-value, index]
-        # else each result of a kernel has separate memory
-        return sources[0] if isinstance(sources[0].target, torch._ops.OpOverload) else None
-    given = _given_memory(node)
-    if given is not None:
-        return given if isinstance(given, fx.Node) else next(iter(given), None)
-    schema = getattr(node.target, "_schema", None)
-    views = schema is not None and any(result.alias_info is not None for result in schema.returns)
-    return sources[0] if views or getattr(node.target, "__name__", "").startswith("reshape") else None
-
-
-def _given_memory(node: fx.Node) -> Any:
-    """The argument of a kernel whose memory its result takes, or the list of those whose memory its results take; None
-    if there is none, or it is not given."""
-    kernel = registry.of(node.target)
-    return None if kernel is None or kernel.writes is None else _given(kernel, node, kernel.writes)
-
-
-def _given(kernel: registry.Kernel[..., Any], node: fx.Node, place: int) -> Any:
-    """The argument at a place, by position or by name; None if there is none."""
-    if place < len(node.args):
-        return node.args[place]
-    return node.kwargs.get(list(inspect.signature(kernel).parameters)[place])
 
 
 def readonly(graph_module: fx.GraphModule, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -107,14 +29,10 @@ def readonly(graph_module: fx.GraphModule, tensors: Iterable[torch.Tensor]) -> l
         kernel = registry.of(node.target)
         if kernel is not None:
             places = kernel.updates if kernel.writes is None else (kernel.writes, *kernel.updates)
-            fx.node.map_arg([_given(kernel, node, place) for place in places], found.append)
+            fx.node.map_arg([given_argument(kernel, node, place) for place in places], found.append)
     names = [str(node.target) for node in found if node.op == "get_attr"]
     written = {id(operator.attrgetter(name)(graph_module)) for name in names}
     return [x for x in tensors if id(x) not in written]
-
-
-def _bytes(val: Any) -> int:
-    return val.numel() * val.element_size() if isinstance(val, torch.Tensor) else 0
 
 
 _NARROW = {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}

@@ -13,11 +13,12 @@ from torch import fx
 
 from sfast_ext.call_signature import Call, Signature, as_tensor
 from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend.graph_memory import peak_bytes
 from sfast_ext.kernels.backend.input_copies import Copies
 from sfast_ext.kernels.backend.pdl import MIN_CAPABILITY, in_pdl_capture, pdl_capture
 from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
 from sfast_ext.plans import graph_facts
-from sfast_ext.plans.graph_facts import View, bind_attributes, digest, hand_out, operation_counts, peak_bytes, readonly
+from sfast_ext.plans.graph_facts import View, bind_attributes, digest, hand_out, operation_counts, readonly
 from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph, pool_of
 from sfast_ext.plans.recorded_run import RecordedRun
 from sfast_ext.plans.register_machine import Interpreter, plan_mode
@@ -92,6 +93,9 @@ class Plan:
         self.ms_before: float | None = None
         self.ms_after: float | None = None
         self.first_call_s: float | None = None
+        self.peak_bytes: int | None = None
+        """Bytes that its values need at one time, inputs, weights and the workspaces of libraries aside; None if its
+        calls are not rare, see `Config.rare_calls`."""
         self._peak_bytes = peak_bytes(graph_module.graph) if device.type == "cuda" else 0
         self._operations, self._digest = operation_counts(graph_module.graph), digest(graph_module)
         self.edits: tuple[Any, ...] = ()

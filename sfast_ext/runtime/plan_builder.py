@@ -21,7 +21,8 @@ from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capt
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.capture.state import State
 from sfast_ext.kernels.backend import choices, nvrtc
-from sfast_ext.plans.graph_facts import has_gaps, lent, peak_bytes, shared_results
+from sfast_ext.kernels.backend.graph_memory import peak_bytes
+from sfast_ext.plans.graph_facts import has_gaps, lent, shared_results
 from sfast_ext.plans.payback import CaptureBackoff
 from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted, Preparation, StageTimes

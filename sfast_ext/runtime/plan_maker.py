@@ -16,13 +16,13 @@ from sfast_ext.call_signature import Call
 from sfast_ext.capture.capture import Captured
 from sfast_ext.config import Config
 from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend.graph_memory import peak_bytes, step_bytes
 from sfast_ext.kernels.backend.precompile import precompile
 from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.eight_bits_selection import Selection
 from sfast_ext.passes.layout_time import channels_last_pays
-from sfast_ext.plans.graph_facts import peak_bytes
 from sfast_ext.plans.plan import Plan
 from sfast_ext.report import at
 from sfast_ext.weights.arena import WeightArena
@@ -51,8 +51,8 @@ def make_plan(
     arena.order.plan()
     graph = captured.graph_module.graph
     triton = _uses_triton(graph, device, config)
-    # Values may live longer in the original forward, whose variables keep them, but no shorter.
-    most = peak_bytes(graph) if config.rare_calls else None
+    # each order of the original's operations needs as much
+    most = step_bytes(graph) if config.rare_calls else None
     context = PassContext(arena, device, triton, faster_sums=config.faster_sums, most_bytes=most)
     context.eight_bits = selection
     if device.type == "cuda" and not context.supported(group_norm.launch):
@@ -61,10 +61,11 @@ def make_plan(
     with contextlib.nullcontext() if triton else without_triton():
         # needs shapes, which the plan removes from the graph
         precompile(graph, device)
+    needed = peak_bytes(graph) if config.rare_calls else None
     at("binding of weights")
     tree, strides = captured.output_tree, captured.output_strides
     plan = Plan(call, captured.graph_module, tree, strides, device, fused, triton=triton)
-    plan.edits = captured.edits
+    plan.edits, plan.peak_bytes = captured.edits, needed
     if plan.banks and plan.pool is not None:
         # what is short of memory finds them there
         plan.pool.spare.add(arena.banks)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sfast_ext.capture import opaque
-from sfast_ext.plans.graph_facts import peak_bytes
+from sfast_ext.kernels.backend.graph_memory import peak_bytes
 from sfast_ext.plans.register_machine import Interpreter
 
 

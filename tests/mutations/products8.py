@@ -58,7 +58,7 @@ MUTATIONS = [
         (_LINEAR + "test_the_faster_tile_is_chosen",),
     ),
     Mutation(
-        "a result in memory that is counted twice", "plans/graph_facts.py",
+        "a result in memory that is counted twice", "kernels/backend/graph_memory.py",
         "if place < len(node.args): return", "if False: return",
         (_LINEAR + "test_memory_is_counted_once_if_the_result_takes_the_residuals",),
     ),

@@ -201,7 +201,7 @@ MUTATIONS = [
         (_PLAN + "test_what_it_writes_is_not_read_before_a_kernel_waits",),
     ),
     Mutation(
-        "banks live while a result is read", "plans/graph_facts.py",
+        "banks live while a result is read", "kernels/backend/graph_memory.py",
         "return given[node.args[1]]", "return None",
         (_PLAN + "test_banks_that_a_graph_makes_live_as_long_as_they_are_read",),
     ),

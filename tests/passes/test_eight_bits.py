@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sfast_ext.kernels.backend import graph_memory
 from sfast_ext.kernels.eight_bits import (
     add_layer_norm8,
     geglu8,
@@ -21,7 +22,6 @@ from sfast_ext.passes.eight_bits import eight_bits, matches
 from sfast_ext.passes.eight_bits_match import layer_name
 from sfast_ext.passes.geglu import geglu
 from sfast_ext.passes.linear_geglu import linear_geglu
-from sfast_ext.plans import graph_facts
 from sfast_ext.plans.graph_facts import bind_attributes
 
 from .support import randn
@@ -95,12 +95,12 @@ def test_weights_are_quantised_once_at_the_top_and_their_memory_is_no_result() -
     calls = [node for node in on.graph.nodes if node.op == "call_function"]
     assert calls[0] is fresh
     assert [len(each) for each in fresh.args] == [6] * 5
-    needed = graph_facts.peak_bytes(on.graph)
+    needed = graph_memory.peak_bytes(on.graph)
     # whatever their size
     for rows, taken in zip(fresh.args[1], fresh.users, strict=True):
         rows.meta["val"] = taken.meta["val"] = torch.empty(1 << 20, 1 << 10, dtype=torch.int8, device="meta")
     fresh.meta["val"] = tuple(rows.meta["val"] for rows in fresh.args[1])
-    assert graph_facts.peak_bytes(on.graph) == needed
+    assert graph_memory.peak_bytes(on.graph) == needed
 
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sfast_ext.kernels.backend import graph_memory
 from sfast_ext.passes.layer_norm import add_layer_norm
 from sfast_ext.passes.linear_accumulate import linear_accumulate
-from sfast_ext.plans import graph_facts
 
 from .support import Traced, randn
 
@@ -54,7 +54,7 @@ def test_the_linear_goes_onto_the_sum(body: Callable[..., Any], bias: bool) -> N
     assert onto.args[2].args[0] is pair
     assert traced.error() < 1e-2
     # its result is no memory of its own
-    assert graph_facts._base(onto) is onto.args[2]
+    assert graph_memory.base_of(onto) is onto.args[2]
 
 
 def sum_needed_later(m: Block, x: Tensor) -> Any:

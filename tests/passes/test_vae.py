@@ -15,9 +15,9 @@ from benchmarks import vaes
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
 from sfast_ext.kernels.attention import attention as attention_kernel
+from sfast_ext.kernels.backend.graph_memory import peak_bytes
 from sfast_ext.kernels.conv import upsample_conv2d as upsample_kernel
 from sfast_ext.passes import PassContext, run_passes
-from sfast_ext.plans.graph_facts import peak_bytes
 from sfast_ext.plans.register_machine import Interpreter
 from sfast_ext.tools.lib import models
 from sfast_ext.weights.arena import WeightArena

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from sfast_ext.kernels.backend import registry
+from sfast_ext.kernels.backend.graph_memory import bytes_at, peak_bytes, step_bytes
 from sfast_ext.plans import graph_pool
-from sfast_ext.plans.graph_facts import peak_bytes
 from sfast_ext.report import Report
 from sfast_ext.runtime import verify
 from sfast_ext.tools import bench
@@ -80,6 +80,39 @@ def test_results_of_a_kernel_are_there_with_what_it_reads():
 def test_so_is_what_it_needs_beside_them():
     made = registry.Kernel(kernel, kernel, workspace=lambda x: 3 * x.numel())
     assert peak_bytes(graph_of((torch.neg, X), (made, X))) == 2 * KB + 3 * 256
+
+
+def test_a_result_in_the_memory_of_an_operand_takes_none():
+    made = registry.Kernel(kernel, kernel, writes=0)
+    assert peak_bytes(graph_of((torch.neg, X), (made, X), (torch.sin, X))) == 2 * KB
+    assert peak_bytes(graph_of((torch.neg, X), (made, X))) == KB
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_so_does_one_of_several(given):
+    def pair(x, out=None):
+        """Two results, the second in the memory of x if that is given."""
+
+    made, graph = registry.Kernel(pair, pair, writes=1), fx.Graph()
+    x = graph.call_function(torch.neg, (graph.placeholder("x"),))
+    both = graph.call_function(made, (x,), {"out": (None, x)} if given else {})
+    taken = [graph.call_function(operator.getitem, (both, i)) for i in (0, 1)]
+    first = graph.call_function(torch.sin, (taken[0],))
+    graph.output([first, taken[1]])
+    for node in graph.nodes:
+        node.meta["val"] = (X, X) if node is both else X
+    assert bytes_at(graph) == [KB * n for n in (0, 1, 2 if given else 3, 2, 2, 3, 2)]
+
+
+def test_the_largest_step_of_any_order():
+    def function(x):
+        first = x + 1
+        y = torch.cat([x * 2, x * 3]).view(2, 256)
+        return y.sum(0) + first
+
+    # what is concatenated with the result, whatever else is held meanwhile
+    graph = Traced(function, X).graph
+    assert step_bytes(graph) == 4 * KB and peak_bytes(graph) == 5 * KB
 
 
 class Measured(TorchDispatchMode):

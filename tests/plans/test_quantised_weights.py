@@ -11,7 +11,7 @@ from kernels import cuda_on_cpu
 from torch import fx, nn
 
 from sfast_ext import kernels
-from sfast_ext.kernels.backend import nvrtc, size_prediction, triton_runtime
+from sfast_ext.kernels.backend import graph_memory, nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.eight_bits import quantise_rows, quantise_weights
 from sfast_ext.kernels.linear import linear_accumulate
 from sfast_ext.passes import rewrite
@@ -144,10 +144,10 @@ def test_it_takes_no_memory_and_its_results_are_the_banks():
     g = Graph()
     # while the second product is made: two results, and codes as float32; rows are of the arguments
     (first, _), (rows, columns), _ = SHAPES
-    assert graph_facts.peak_bytes(g.graph) == 4 * 3 * (first + rows) + 4 * rows * columns
+    assert graph_memory.peak_bytes(g.graph) == 4 * 3 * (first + rows) + 4 * rows * columns
     taken = [node for node in g.graph.nodes if node.target is operator.getitem]
-    assert [graph_facts._base(node) for node in taken] == g.rows
-    assert graph_facts._base(g.node) is g.rows[0]
+    assert [graph_memory.base_of(node) for node in taken] == g.rows
+    assert graph_memory.base_of(g.node) is g.rows[0]
     assert graph_facts.operation_counts(g.graph)["sfast_ext.kernels.eight_bits.quantise_weights.launch"] == 1
 
 
@@ -168,7 +168,7 @@ def test_banks_that_a_graph_makes_live_as_long_as_they_are_read():
     end.meta["val"] = torch.zeros(1, dtype=torch.int8)
     graph.output(end)
     # while the last is made: the second row, what lies between, and itself
-    assert graph_facts.peak_bytes(graph) == 256 + 1000 + 1
+    assert graph_memory.peak_bytes(graph) == 256 + 1000 + 1
 
 
 def test_a_sum_may_be_given_by_name():
@@ -176,8 +176,8 @@ def test_a_sum_may_be_given_by_name():
     x, weight, total = map(graph.placeholder, ("x", "weight", "total"))
     by_name = graph.call_function(linear_accumulate.launch, (x, weight), {"out_sum": total})
     by_place = graph.call_function(linear_accumulate.launch, (x, weight, total))
-    assert graph_facts._base(by_name) is graph_facts._base(by_place) is total
-    assert graph_facts._base(graph.call_function(linear_accumulate.launch, (x, weight))) is None
+    assert graph_memory.base_of(by_name) is graph_memory.base_of(by_place) is total
+    assert graph_memory.base_of(graph.call_function(linear_accumulate.launch, (x, weight))) is None
 
 
 def test_what_it_writes_is_not_read_before_a_kernel_waits():

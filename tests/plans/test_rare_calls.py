@@ -73,6 +73,17 @@ def test_other_calls_make_a_plan_at_once():
     assert ours.count("captures") == 1
 
 
+def test_a_plan_says_what_its_values_need_at_one_time():
+    ours, often = Counted(), Counted(Config(allow_cpu=True, cuda_graphs=False))
+    for each in (ours, ours, often):
+        each.call()
+    (plan,), (other,) = ours.accelerator.plans.values(), often.accelerator.plans.values()
+    # two images of the last level at least, and not all of its values
+    image = 4 * 16 * 64 * 64
+    assert plan.peak_bytes is not None and 2 * image <= plan.peak_bytes <= 6 * image
+    assert other.peak_bytes is None
+
+
 def test_each_size_waits_for_its_own_second_call():
     ours = Counted()
     for width in (64, 48, 64, 48):

@@ -12,10 +12,9 @@ from torch import Tensor, fx
 from kernels import cuda_on_cpu
 from kernels.support import randn
 from sfast_ext import kernels
-from sfast_ext.kernels.backend import choices, nvrtc, registry, triton_runtime
+from sfast_ext.kernels.backend import choices, graph_memory, nvrtc, registry, triton_runtime
 from sfast_ext.kernels.backend.choices import Choices, Memory
 from sfast_ext.kernels.eight_bits import choice8, geglu8, linear8, mma_gemm8, wgmma_gemm8
-from sfast_ext.plans import graph_facts
 
 pytestmark = pytest.mark.skipif(
     kernels.interpreted(), reason="the interpreter's run is of Triton's kernels, these run without TRITON_INTERPRET"
@@ -246,4 +245,4 @@ def test_memory_is_counted_once_if_the_result_takes_the_residuals(place: str) ->
     for each in (given, residual, node):
         each.meta["val"] = torch.empty(512, 512, dtype=HALF, device="meta")
     one = 2 * 512 * 512
-    assert graph_facts.peak_bytes(graph) == (one if place in ("positional", "keyword") else 2 * one)
+    assert graph_memory.peak_bytes(graph) == (one if place in ("positional", "keyword") else 2 * one)
