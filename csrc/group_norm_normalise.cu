@@ -4,19 +4,26 @@
 // A thread has PACK neighbouring channels of each `lanes`-th pixel of its block, EACH at a time.
 //
 // Compile-time parameters: TYPE and OUT, the types of operands and result (elements.h); PACK; EACH; THREADS, of the
-// largest block, and RESIDENT, such blocks of a multiprocessor.
+// largest block, and RESIDENT, such blocks of a multiprocessor; IN_PLACE, whether out is x.
 
 #define FUSED 0
 #include "group_norm.h"
 
 typedef Stored<OUT>::Bits Result;
 
+// In place a thread reads its elements before it writes them; the compiler must not read them again afterwards.
+#if IN_PLACE
+#define NO_ALIAS
+#else
+#define NO_ALIAS __restrict__
+#endif
+
 // Grid (blocks of per_block pixels, blocks of block_groups groups, images). x, out: (images, pixels, channels); shift:
 // as addend in group_norm.h; weight, bias: (channels,), or null; partial: (2, images, parts, groups), of per_part
 // pixels each, the last one of the rest. The threads are as in group_norm_statistics.cu.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    group_norm_normalise(const In* __restrict__ x, const In* __restrict__ shift, const In* __restrict__ weight,
-                         const In* __restrict__ bias, const float* __restrict__ partial, Result* __restrict__ out,
+    group_norm_normalise(const In* NO_ALIAS x, const In* __restrict__ shift, const In* __restrict__ weight,
+                         const In* __restrict__ bias, const float* __restrict__ partial, Result* NO_ALIAS out,
                          int pixels, int per_block, int channels, int groups, int block_groups, int lanes,
                          int shift_stride, int per_part, int parts, int with_silu, float eps) {
   pdl_wait();

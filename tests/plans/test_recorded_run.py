@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import launch_log, nvrtc, triton_runtime
-from sfast_ext.kernels.group_norm import add_group_norm, group_norm
+from sfast_ext.kernels.group_norm import add_group_norm, group_norm, portable
 from sfast_ext.kernels.pointwise import add_layer_norm, geglu
 from sfast_ext.passes.rewrite import aten
 from sfast_ext.plans import recorded_run
@@ -332,3 +332,27 @@ def test_tensor_maps_are_of_the_memory_of_that_run(monkeypatch):
     assert encoded == [each[1:].data_ptr() for each in kept[1:]]  # that of x when the repetition was checked
     run(x, y)
     assert len(encoded) == len(kept) and handed[-1][0] == x[1:].data_ptr()
+
+
+def test_norms_that_take_the_memory_of_operands_are_repeated(decided, monkeypatch):
+    monkeypatch.setattr(portable, "whole", lambda *args: None)
+    monkeypatch.setattr(portable, "multiprocessors", lambda device: 2)
+    results = []
+    for given in (False, True):
+        torch.manual_seed(0)
+        g = Graph()
+        options = [g.weight(CHANNELS, CHANNELS, 3, 3), None, [1, 1], [1, 1]]
+        conv = g.add(aten.conv2d.default, g.x, *options)
+        norm = g.add(group_norm.launch, conv, GROUPS, None, None, EPS, silu=True, **({"out": conv} if given else {}))
+        conv = g.add(aten.conv2d.default, norm, *options)
+        args = conv, g.weight(CHANNELS), g.y, 1.0, GROUPS, None, None, EPS
+        both = g.add(add_group_norm.launch, *args, **({"out": (None, conv)} if given else {}))
+        program = g.program(g.add(operator.getitem, both, 0), g.add(operator.getitem, both, 1))
+        x, y = images()
+        program(x, y)
+        run = RecordedRun(program, (x, y))
+        run._program = Forbidden(program)
+        x, y = images()
+        results.append(run(x, y))
+        assert equal(results[-1], program(x, y))
+    assert equal(*results)

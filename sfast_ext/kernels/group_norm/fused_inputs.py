@@ -150,8 +150,10 @@ def run(
     groups: int,
     norm: Norm,
     patches: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out_sum, its norm) channels last.
+    """(out_sum, its norm) channels last. The norm is written to `out`, if there is room for it and a second launch
+    writes it; it may be `a`, unless there is a `b`.
 
     Raises:
         Declined: no tile fits such tensors; nothing was launched.
@@ -175,7 +177,8 @@ def run(
         images = [None if x is None else channels_inner(x) for x in (residual, b)]
         addend = None if conv_bias is None else conv_bias.contiguous()
         inputs = portable.Inputs(channels_inner(a), addend, images[0], images[1], scale, fused=True)
-        done = portable.normalised(inputs, groups, norm, patches)
+        room = group_norm.room(out, a, inputs.a, norm.dtype)
+        done = portable.normalised(inputs, groups, norm, patches, room)
         if done is None or done[0] is None:
             raise Declined(TOO_LARGE)
         return channels_outer(done[0]), done[1] if patches else channels_outer(done[1])
@@ -191,14 +194,14 @@ def run(
     constants = tile.constants
     flags, unit = {"JOIN": b is not None, "RESIDUAL": residual is not None}, constants["UNIT"]
     if path == "whole":
-        out = group_norm.empty(out_sum, norm.dtype, patches)
+        y = group_norm.empty(out_sum, norm.dtype, patches)
         has = (int(norm.weight is not None), int(norm.bias is not None), int(norm.silu))
         sizes = (pixels, channels, first, group_width // unit, biased, *has, out_sum.shape[-2])
-        tensors = (second, vector, added, *(out_sum if v is None else v for v in norm[:2]), out_sum, out)
+        tensors = (second, vector, added, *(out_sum if v is None else v for v in norm[:2]), out_sum, y)
         flags["PATCHES"] = patches
         last = (*sizes, float(scale), norm.eps)
         launch_kernel(fused_group_norm_one_pass_kernel, (groups, batch), inner, *tensors, *last, **flags, **constants)
-        return channels_outer(out_sum), out if patches else channels_outer(out)
+        return channels_outer(out_sum), y if patches else channels_outer(y)
     units = tile.groups * group_width // unit
     grid = (tile.blocks, tile.parts, batch)
     partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=a.device)
@@ -206,8 +209,8 @@ def run(
     first_launch = (second, vector, added, out_sum, partial, *counts, float(scale))
     launch_kernel(fused_group_norm_part_statistics_kernel, grid, inner, *first_launch, **flags, **constants)
     parts = Parts.of_rows(pixels, constants["PIXELS"])
-    out = normalise(out_sum, None, norm, partial, parts)
-    return channels_outer(out_sum), channels_outer(out)
+    y = normalise(out_sum, None, norm, partial, parts, group_norm.room(out, a, inner, norm.dtype))
+    return channels_outer(out_sum), channels_outer(y)
 
 
 KERNELS = (fused_group_norm_one_pass_kernel, fused_group_norm_part_statistics_kernel)

@@ -25,6 +25,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
     channels_outer,
     constexpr,
     device_of,
+    is_dry_run,
     jit,
     launch_kernel,
     multiprocessors,
@@ -49,12 +50,13 @@ _TILE = 2048  # elements of a tile
 
 def reference(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None = None,
-    silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
+    silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x (N, C, ...) plus shift (N, C), normalised by groups, times weight (C,), plus bias (C,), then SiLU.
 
     Channels last, in out_dtype (default: x's). Computes in float32 (float64 if x is) and rounds once. patches:
-    return the im2col matrix of the result instead, see `patches_of`.
+    return the im2col matrix of the result instead, see `patches_of`. out: memory that the result may take; not
+    overwritten here.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     y = x.to(compute)
@@ -88,6 +90,27 @@ def accepts_patches(x: Tensor, groups: int, *, triton: bool = True) -> bool:
     if triton:
         return fitting(pixels, groups, width)[0] == "whole"
     return portable.accepts_patches(pixels, width, x.dtype)
+
+
+def accepts_out(x: Tensor, groups: int, *, triton: bool = True, fused: bool = False) -> bool:
+    """Whether a norm of such an x takes given memory, that of x too: it is written by a second launch, after all of x
+    was read. With `fused`, x is the first summand of what is normalised."""
+    if x.dim() != 4 or not x.numel():
+        return False
+    pixels, width = x.shape[2] * x.shape[3], x.shape[1] // groups
+    if triton:
+        return fitting(pixels, groups, width)[0] != "whole"
+    return not portable.is_one_launch(pixels, width, x.dtype, fused)
+
+
+def room(out: Tensor | None, x: Tensor, inner: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """`out` as (N, ..., C), if it has room for the norm of x; `inner` is x as (N, ..., C). None: new memory is
+    needed."""
+    if out is None or out.dtype != dtype or out.shape != x.shape:
+        return None
+    if out is x or is_dry_run():  # there each argument is a stand-in of its own
+        return inner
+    return channels_inner(out) if out.is_contiguous(memory_format=torch.channels_last) else None
 
 
 def empty(inner: Tensor, dtype: torch.dtype, patches: bool) -> Tensor:
@@ -208,6 +231,7 @@ def _loop(inner: Tensor, shift: Tensor | None, groups: int) -> tuple[Tensor, Par
 
 @kernel(
     reference,
+    writes=9,
     portable=True,
     cuda_sources=portable.SOURCES,
     triton_functions=(
@@ -220,13 +244,14 @@ def _loop(inner: Tensor, shift: Tensor | None, groups: int) -> tuple[Tensor, Par
 )
 def launch(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None = None,
-    silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
+    silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`reference` in one launch, or in two or three that read x twice, the second time mostly from L2.
 
     x (N, C, ...) is made channels last, shift (N, C) dense in C, weight and bias (C,) contiguous; float16, bfloat16 or
     float32, in CUDA C++ one dtype for all operands. Groups up to 4,096 channels wide, C up to 2**20. Patches that the
-    kernel does not write are made of its result.
+    kernel does not write are made of its result. A result of two launches or three is written to `out` (N, C, H, W), if
+    that has its shape and dtype and is channels last; it may be x.
     """
     batch, channels = x.shape[:2]
     dtype = out_dtype or x.dtype
@@ -245,7 +270,8 @@ def launch(
     shift = shift if shift is None or shift.stride(1) == 1 else shift.contiguous()
     norm = Norm(weight, bias, eps, silu, dtype).contiguous()
     if not triton:
-        done = portable.normalised(portable.Inputs(inner, shift), groups, norm, patches)
+        given = room(out, x, inner, dtype)
+        done = portable.normalised(portable.Inputs(inner, shift), groups, norm, patches, given)
         if done is None and patches:
             return patches_of(launch(x, groups, weight, bias, eps, shift, silu, out_dtype))
         if done is None:
@@ -257,14 +283,14 @@ def launch(
 
     path, tile = fitting(pixels, groups, group_width)
     if tile is not None and path == "whole":
-        out = empty(inner, dtype, patches)
+        y = empty(inner, dtype, patches)
         units = group_width // tile.constants["UNIT"]
-        operands = (inner, *vectors, out, pixels, channels, units)
+        operands = (inner, *vectors, y, pixels, channels, units)
         last = (*affine, inner.shape[-2], eps)
         launch_kernel(
             tiles.group_norm_one_pass_kernel, (groups, batch), *operands, *last, PATCHES=patches, **tile.constants
         )
-        return out if patches else channels_outer(out)
+        return y if patches else channels_outer(y)
 
     if tile is not None:
         partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=x.device)
@@ -275,4 +301,4 @@ def launch(
         parts = Parts.of_rows(pixels, tile.constants["PIXELS"])
     else:
         partial, parts = _loop(inner, shift, groups)
-    return channels_outer(normalise(inner, shift, norm, partial, parts))
+    return channels_outer(normalise(inner, shift, norm, partial, parts, room(out, x, inner, dtype)))

@@ -122,7 +122,7 @@ def accepts_patches(pixels: int, width: int, dtype: torch.dtype) -> bool:
 
 
 def normalised(
-    inputs: Inputs, groups: int, norm: Norm, patches: bool = False
+    inputs: Inputs, groups: int, norm: Norm, patches: bool = False, out: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor] | None:
     """The sum (N, ..., C), None without `fused`, and its group norm, as `group_norm.reference`; None for a shape that
     the kernels do not take.
@@ -132,6 +132,8 @@ def normalised(
             apart.
         norm: contiguous and accepted by `cuda_tier`.
         patches: the norm is returned as its im2col matrix, (N, H, W, 9 C); only if `whole` is not None.
+        out: memory for the norm, like the sum in norm.dtype, which may be that of `inputs.a`; used by the second of two
+            launches.
     """
     a, images, channels, pixels = inputs.a, inputs.a.shape[0], inputs.channels, inputs.pixels
     width = channels // groups
@@ -164,7 +166,7 @@ def normalised(
     constants |= {"PACK": pack, "EACH": tile.each, "EXTREMES": 0, **resident}
     launch_kernel(STATISTICS, grid, *operands, total, partial, None, *sizes, scale, **constants)
     x, shift = (a, inputs.addend) if total is None else (total, None)
-    return total, _normalise(x, shift, norm, partial, per_part, pack, tile)
+    return total, _normalise(x, shift, norm, partial, per_part, pack, tile, out)
 
 
 def pixels_of_part(parts: Parts, images: int, channels: int, groups: int, dtype: torch.dtype) -> int | None:
@@ -177,6 +179,11 @@ def pixels_of_part(parts: Parts, images: int, channels: int, groups: int, dtype:
         return None
     in_one = whole(pixels, channels // groups, 16 // dtype.itemsize, dtype) is not None
     return None if in_one else parts.box_height * parts.box_width
+
+
+def is_one_launch(pixels: int, width: int, dtype: torch.dtype, fused: bool) -> bool:
+    """Whether one launch computes the norm of such an image, from aligned operands, which may be fused sums."""
+    return not (fused and pixels > _WHOLE_PIXELS) and accepts_patches(pixels, width, dtype)
 
 
 def normalised_by(partial: Tensor, per_part: int, x: Tensor, norm: Norm) -> Tensor:
@@ -196,9 +203,10 @@ def normalised_by(partial: Tensor, per_part: int, x: Tensor, norm: Norm) -> Tens
 
 
 def _normalise(
-    x: Tensor, shift: Tensor | None, norm: Norm, partial: Tensor, per_part: int, pack: int, tile: Tile
-) -> Tensor:
-    """The second launch: x (N, ..., C) plus shift (N, C), normalised.
+    x: Tensor, shift: Tensor | None, norm: Norm, partial: Tensor, per_part: int, pack: int, tile: Tile,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The second launch: x (N, ..., C) plus shift (N, C), normalised, written to `out`, if it is given.
 
     partial is (2, N, parts, groups): means and sums of squared deviations of parts of per_part pixels of the sum.
     """
@@ -207,11 +215,12 @@ def _normalise(
     pixels = x.numel() // (images * channels)
     resident = resident_of(tile)
     per_block = pixels_of_block(pixels, images, groups, tile, resident, x, pixels)
-    out = torch.empty(x.shape, dtype=norm.dtype, device=x.device)
+    in_place = out is x
+    out = torch.empty(x.shape, dtype=norm.dtype, device=x.device) if out is None else out
     stride = 0 if shift is None else shift.stride(0)
     sizes = (pixels, per_block, channels, groups, tile.groups, tile.lanes, stride, per_part, parts, int(norm.silu))
     constants = {"TYPE": cuda_tier.TYPES[x.dtype], "OUT": cuda_tier.TYPES[norm.dtype], "PACK": pack, "EACH": tile.each}
-    constants |= resident
+    constants |= {"IN_PLACE": int(in_place), **resident}
     grid = (cdiv(pixels, per_block), cdiv(groups, tile.groups), images)
     launch_kernel(NORMALISE, grid, x, shift, *norm[:2], partial, out, *sizes, float(norm.eps), **constants)
     return out

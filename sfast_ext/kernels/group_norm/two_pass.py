@@ -220,17 +220,20 @@ class Norm(NamedTuple):
         return self._replace(weight=weight, bias=bias)
 
 
-def normalise(x: Tensor, shift: Tensor | None, norm: Norm, partial: Tensor, parts: Parts) -> Tensor:
+def normalise(
+    x: Tensor, shift: Tensor | None, norm: Norm, partial: Tensor, parts: Parts, out: Tensor | None = None
+) -> Tensor:
     """x (N, ..., C), contiguous, plus shift (N, C), dense in C, normalised by the statistics of its
     parts; `norm` is contiguous.
 
     partial is (2, N, parts, groups): means and sums of squared deviations of x + shift. One launch, or two if the
-    parts are many. The result has x's shape.
+    parts are many. The result has x's shape; it is written to `out`, if that is given, which may be x: a program loads
+    its values before it stores theirs.
     """
     images, channels, groups = x.shape[0], x.shape[-1], partial.shape[-1]
     pixels, group_width = x.numel() // (images * channels), channels // groups
     partial, parts = combine_if_many(partial, parts, group_width)
-    out = torch.empty(x.shape, dtype=norm.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=norm.dtype, device=x.device) if out is None else out
     blocks = cdiv(channels, _BLOCK)
     programs = max(1, _PROGRAMS * multiprocessors(device_of(x)) // (blocks * images))
     launch_kernel(

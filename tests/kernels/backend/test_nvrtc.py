@@ -189,7 +189,8 @@ def group_norm_cases() -> list[tuple[str, dict[str, int]]]:
         for dtype, fused in product((torch.float16, torch.float32), (False, True)):
             for channels, size in ((320, 128), (320, 64), (960, 32), (640, 32), (1280, 16), (2560, 16), (1280, 8)):
                 inputs = portable.Inputs(torch.empty(2, size, size, channels, dtype=dtype, device="meta"), fused=fused)
-                assert portable.normalised(inputs, 32, Norm(None, None, 1e-5, True, dtype)) is not None
+                for out in (None, inputs.a):
+                    assert portable.normalised(inputs, 32, Norm(None, None, 1e-5, True, dtype), out=out) is not None
                 if dtype == torch.float16:
                     group_norm8.normalised(inputs, 32, Norm(None, None, 1e-5, True, dtype))
     return list(found.values())

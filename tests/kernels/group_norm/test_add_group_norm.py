@@ -116,6 +116,20 @@ def test_mixed_dtypes_and_no_affine(device, dtype):
     close(y, expected(group_norm, total, 8, None, None, 1e-6))
 
 
+@every_path
+@half_dtype
+@pytest.mark.parametrize(("shape", "groups"), [((2, 96, 23, 17), 4), ((1, 60, 129, 1), 6), ((2, 320, 8, 8), 32)])
+def test_over_a_summand(device, path, shape, groups, dtype):
+    x, bias, residual, weight, term = operands(shape, dtype, device)
+    args = (bias, residual, 0.7, groups, weight, term, 1e-5, True)
+    apart = add_group_norm.launch(x, *args)
+    total, over = add_group_norm.launch(x, *args, out=(None, x))
+    assert torch.equal(total, apart[0]) and torch.equal(over, apart[1])
+    taken = group_norm.fitting(shape[2] * shape[3], groups, shape[1] // groups)[0] != "whole"
+    assert (over.data_ptr() == x.data_ptr()) == taken == group_norm.accepts_out(x, groups, fused=True)
+    assert total.data_ptr() not in (x.data_ptr(), residual.data_ptr())
+
+
 @each_path
 def test_strided_inputs(device):
     last = randn(3, 48, 6, 6, dtype=torch.float16, device=device).to(memory_format=torch.channels_last)

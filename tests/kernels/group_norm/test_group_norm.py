@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.support import close, each_dtype, expected, few_parts, half_dtype, paths, randn
+from sfast_ext.kernels.backend import triton_runtime
 from sfast_ext.kernels.group_norm import group_norm, two_pass
 from sfast_ext.kernels.group_norm import one_pass as tiles
 from sfast_ext.kernels.group_norm.two_pass import Parts
@@ -74,6 +76,43 @@ def test_shapes(device, path, shape, groups):
     close(y, expected(group_norm, x, groups, weight, bias, 1e-5))
     assert y.shape == x.shape
     assert len(shape) != 4 or y.is_contiguous(memory_format=torch.channels_last)
+
+
+# an odd number of pixels, many tiles of them; groups that begin inside of a tile; a rest of channels
+OVER = [((2, 96, 23, 17), 4), ((1, 16, 71, 70), 2), ((2, 320, 9, 8), 32), ((1, 60, 129, 1), 6)]
+
+
+@every_path
+@half_dtype
+@pytest.mark.parametrize(("shape", "groups"), OVER, ids=str)
+def test_over_its_operand(device, path, shape, groups, dtype):
+    x = randn(*shape, dtype=dtype, device=device, mean=2.0).to(memory_format=torch.channels_last)
+    weight, bias = (randn(shape[1], dtype=dtype, device=device) for _ in range(2))
+    args = (groups, weight, bias, 1e-5, randn(*shape[:2], dtype=dtype, device=device), True)
+    before, apart = x.clone(memory_format=torch.preserve_format), group_norm.launch(x, *args)
+    over = group_norm.launch(x, *args, out=x)
+    # the same bits, whose memory ever; one launch has its own
+    taken = group_norm.fitting(shape[2] * shape[3], groups, shape[1] // groups)[0] != "whole"
+    assert torch.equal(over, apart) and over.is_contiguous(memory_format=torch.channels_last)
+    assert (over.data_ptr() == x.data_ptr()) == taken == group_norm.accepts_out(x, groups)
+    assert torch.equal(x, over if taken else before)
+
+
+@pytest.mark.gpu
+@half_dtype
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("shape", [(1, 256, 1024, 1024), (1, 128, 1024, 1024), (2, 512, 256, 192), (1, 128, 333, 127)])
+def test_the_sizes_of_a_vae_over_their_operand(shape, triton, dtype):
+    device = torch.device("cuda")
+    x = torch.randn(shape, device=device).to(dtype).to(memory_format=torch.channels_last)
+    weight, bias = (randn(shape[1], dtype=dtype, device=device) for _ in range(2))
+    with contextlib.nullcontext() if triton else triton_runtime.without_triton():
+        apart = group_norm.launch(x, 32, weight, bias, 1e-6, silu=True)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        over = group_norm.launch(x, 32, weight, bias, 1e-6, silu=True, out=x)
+    assert torch.equal(over, apart) and over.data_ptr() == x.data_ptr()
+    assert torch.cuda.max_memory_allocated() - before < 4 << 20
 
 
 @pytest.mark.thinned
