@@ -32,12 +32,14 @@ from . import (
     group_norm,
     group_norm_inputs,
     im2col,
+    in_place,
     joint_heads,
     layer_norm,
     linear_accumulate,
     linear_geglu,
     linear_gelu,
     linear_layer_norm,
+    memory_order,
     mma_products,
     modulated_norm,
     narrow_conv,
@@ -72,6 +74,9 @@ class Phase(IntEnum):
     LOWERING = 4
     """Replace what is left of convolutions, upsampling and attention by GEMMs, by kernels of this project or by a
     library, with what can still be fused into them."""
+    MEMORY = 5
+    """Where memory counts (`PassContext.most_bytes`): need less at one time, by the order and by results in the memory
+    of operands. Passes of other phases do not expect kernels that write to their operands."""
 
 
 class Pass(NamedTuple):
@@ -85,7 +90,7 @@ class Pass(NamedTuple):
     phase of this pass. What other requirements imply is left out."""
 
 
-CANONICALIZE, LAYOUT, FUSION, LOWERING = Phase
+CANONICALIZE, LAYOUT, FUSION, LOWERING, MEMORY = Phase
 
 PASSES: list[Pass] = [
     Pass("cleanup", cleanup.cleanup, CANONICALIZE),
@@ -174,6 +179,8 @@ PASSES: list[Pass] = [
     # query_attention: attention would take its attentions
     Pass("attention", attention.attention, LOWERING, ("query_attention",)),
     Pass("complex_views", complex_views.complex_views, LOWERING),
+    Pass("in_place", in_place.in_place, MEMORY),
+    Pass("memory_order", memory_order.memory_order, MEMORY),
 ]
 
 

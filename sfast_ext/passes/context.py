@@ -28,7 +28,7 @@ class PassContext:
     eight_bits: Selection | None = None
     """Which linear layers are computed with 8-bit integers; None: none are."""
     most_bytes: int | None = None
-    """What a kernel may hold while it runs, its operands and its result included; None if that does not matter."""
+    """What a kernel may hold while it runs, its operands and its result included; None if memory does not matter."""
 
     def supported(self, *kernels: Kernel[..., Any]) -> bool:
         """Whether all of these kernels may be launched. Operations without a kernel stay as they were captured."""

@@ -208,7 +208,7 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
             yield from inputs(argument(node, index, arg.name))
 
 
-def _aliased(target: Any) -> tuple[tuple[int, str], ...] | None:
+def aliased(target: Any) -> tuple[tuple[int, str], ...] | None:
     """The arguments whose memory a result may share, by position and name; None if that is not known."""
     if isinstance(target, Kernel) and target.writes is not None:
         return ((target.writes, list(inspect.signature(target).parameters)[target.writes]),)
@@ -257,7 +257,7 @@ def mutated(graph: fx.Graph) -> set[fx.Node]:
             continue
         target = id(node.target)
         if target not in shared:
-            shared[target] = _aliased(node.target)
+            shared[target] = aliased(node.target)
         places = shared[target]
         others = node.all_input_nodes if places is None else [x for p in places for x in inputs(argument(node, *p))]
         for other in others:

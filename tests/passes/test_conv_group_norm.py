@@ -137,6 +137,14 @@ def test_so_does_the_norm_of_a_sum(what: str) -> None:
     assert all(relative(a, b) < 1e-3 for a, b in zip(traced.outputs(), before, strict=True))
 
 
+def test_where_memory_counts_they_stay_apart() -> None:
+    # so that the norm takes the convolution's memory
+    traced = traced_until(NORMED["a bias"][0])
+    traced.ctx.most_bytes = 1 << 40
+    assert traced.rewrite(conv_group_norm) == 0
+    assert traced.ops()["conv2d"] == traced.ops()["group_norm"] == 1
+
+
 def resnets(m: Block, x: Tensor) -> tuple[Tensor, Tensor]:
     y = m.resnet(x)
     return F.silu(m.norm(y)), y

@@ -15,13 +15,14 @@ from benchmarks import vaes
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
 from sfast_ext.kernels.attention import attention as attention_kernel
-from sfast_ext.kernels.backend.graph_memory import peak_bytes
+from sfast_ext.kernels.backend.graph_memory import peak_bytes, step_bytes
 from sfast_ext.kernels.conv import upsample_conv2d as upsample_kernel
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.plans.register_machine import Interpreter
 from sfast_ext.tools.lib import models
 from sfast_ext.weights.arena import WeightArena
 
+from .overwriting import largest_value, overwriting
 from .support import relative
 
 CPU = torch.device("cpu")
@@ -80,8 +81,8 @@ class Rewritten:
         with torch.no_grad():
             self.expected = module(x)
             self.gm = capture(module.forward, call, [x], arena, frozenset({"last_z_shape"})).graph_module
-        self.captured = peak_bytes(self.gm.graph)
-        context = PassContext(arena, CPU, triton=True, most_bytes=self.captured if most is None else most)
+        self.captured, step = peak_bytes(self.gm.graph), step_bytes(self.gm.graph)
+        context = PassContext(arena, CPU, triton=True, most_bytes=step if most is None else most)
         self.counts, self.modules = run_passes(self.gm, context), list(module.modules())
         self.gm.graph.lint()
         with torch.no_grad():
@@ -139,3 +140,21 @@ def test_no_upsampling_needs_more_memory_than_the_original_does_at_its_peak() ->
     assert kernels == [2, 3]
     assert peak_bytes(ours.gm.graph) <= ours.captured < peak_bytes(without_limit.gm.graph)
     assert ours.error < 0.05 and without_limit.error < 0.05
+
+
+@pytest.mark.skipif(DIFFUSERS < (0, 32), reason="older diffusers upsample bfloat16 in float32")
+@pytest.mark.parametrize("program", ["diffusers", "ldm"])
+def test_no_more_is_needed_than_by_the_largest_convolution(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = overwriting(monkeypatch)
+    if program == "diffusers":
+        ours, limit = of_real_width(), 0.05
+    else:
+        code = pytest.importorskip("ldm.modules.diffusionmodules.model", reason="needs stable-diffusion-sdkit")
+        ours, limit = Rewritten(code.Decoder(**SHAPE), torch.randn(1, 4, 32, 32)), 1e-5
+    largest = largest_value(ours.gm.graph)
+    # the image before and behind the convolution after the last upsampling
+    assert peak_bytes(ours.gm.graph) <= 2.1 * largest < 3 * largest <= ours.captured
+    # written over: the input of the last level's first block, and more
+    assert ours.error < limit and max(taken) == largest and len(taken) > 3
+    # once each, wherever it is decided
+    assert ours.counts["memory_order"] == 1 and ours.counts["conv_group_norm"] == 0

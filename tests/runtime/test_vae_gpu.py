@@ -96,6 +96,23 @@ def test_neither_a_plan_nor_its_making_needs_more_memory(
     accelerator.release()
 
 
+@pytest.mark.parametrize("triton", [True, False])
+def test_a_decoder_holds_two_of_its_largest_values_as_its_plan_says(exact: Any, triton: bool) -> None:
+    module = of(exact, "decoder", torch.float16)
+    accelerator = accelerate(module, replace(CONFIG, triton=triton))
+    x = vaes.part_input("decoder", 1024, 1024, dtype=torch.float16, device="cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            module(x)
+        held = peak(lambda: module(x))
+    (plan,) = accelerator.plans.values()
+    largest = 2 * 256 * 1024 * 1024
+    assert plan.peak_bytes is not None and 2 * largest <= plan.peak_bytes <= 2.1 * largest
+    # with the workspaces of libraries
+    assert plan.peak_bytes <= 1.01 * held and held <= 1.25 * plan.peak_bytes
+    accelerator.release()
+
+
 @pytest.mark.parametrize("part", vaes.PARTS)
 def test_a_plan_is_timed_by_its_first_use_and_faster(exact: Any, part: str) -> None:
     module = of(exact, part, torch.float16)
