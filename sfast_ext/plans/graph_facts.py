@@ -21,6 +21,9 @@ from sfast_ext.weights.banks import Bank
 from sfast_ext.weights.original_layout import is_plain, memory_of
 from sfast_ext.weights.weight import Weight
 
+LARGE = 64 << 20
+"""Bytes of a result from which it matters which block of the allocator holds it."""
+
 
 def peak_bytes(graph: fx.Graph) -> int:
     """The largest sum of what is alive at one time, in bytes; arguments, weights and libraries' workspaces aside."""
@@ -43,6 +46,19 @@ def peak_bytes(graph: fx.Graph) -> int:
         peak = max(peak, alive + _workspace(node))
         alive -= ending.pop(place, 0)
     return peak
+
+
+def outgrowing(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes with a large result that is larger than all before it: blocks of memory that those have left hold none
+    of its size."""
+    found, largest = list[fx.Node](), LARGE - 1
+    for node in graph.nodes:
+        val = node.meta.get("val") if node.op == "call_function" and _base(node) is None else None
+        size = max(map(_bytes, val if isinstance(val, tuple | list) else [val]), default=0)
+        if size > largest:
+            found.append(node)
+            largest = size
+    return found
 
 
 def _results(node: fx.Node, place: int, last: dict[fx.Node, int]) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class Plan:
             and `rebuild_output`.
         fused: the number of matches of each pass.
         triton: whether the graph was rewritten for Triton's kernels; otherwise none is launched.
+        outgrowing: see `graph_facts.outgrowing`. Before each of these the allocator's cache is given back.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Plan:
         device: torch.device,
         fused: dict[str, int],
         triton: bool = True,
+        outgrowing: Collection[fx.Node] = (),
     ) -> None:
         self.signature = call.signature
         self.device = device
@@ -92,7 +94,8 @@ class Plan:
         self.ms_before: float | None = None
         self.ms_after: float | None = None
         self.first_call_s: float | None = None
-        self._peak_bytes = peak_bytes(graph_module.graph) if device.type == "cuda" else 0
+        self.peak_bytes = peak_bytes(graph_module.graph) if device.type == "cuda" else 0
+        """What its values take at one time, without arguments, weights and libraries' workspaces."""
         self._operations, self._digest = operation_counts(graph_module.graph), digest(graph_module)
         self.edits: tuple[Any, ...] = ()
         """What a call does to lists and dictionaries among its arguments, see `capture.arguments`."""
@@ -103,11 +106,12 @@ class Plan:
         self._copied = [(each.tensor, each.source) for each in self.weights if each.source is not None]
         self._graph_module = graph_module
         self._triton = triton
-        self._function = self._interpreter = self._served(Interpreter(graph_module))
+        self._function = self._interpreter = self._served(Interpreter(graph_module, outgrowing))
         """What runs the graph: the interpreter, or a recorded run."""
         self._warm = threading.local()
         """Whether the capture needs no run before it in this thread: libraries have handles and choices for each."""
-        self._recorded: bool | None = None
+        # what is recorded is launches alone
+        self._recorded: bool | None = False if outgrowing else None
         """Whether launches are repeated; None if that was not decided yet."""
         self._eager_runs = 0
         self.recapture = graph_facts.Recapture()
@@ -247,7 +251,7 @@ class Plan:
                         max_graphs=max_graphs,
                         budget_mb=budget_mb,
                         share=share,
-                        expected=self._peak_bytes,
+                        expected=self.peak_bytes,
                     )
                 except (NoGraph, torch.cuda.OutOfMemoryError) as exc:
                     self._warm.done = False

@@ -22,7 +22,7 @@ from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.eight_bits_selection import Selection
 from sfast_ext.passes.layout_time import channels_last_pays
-from sfast_ext.plans.graph_facts import peak_bytes
+from sfast_ext.plans.graph_facts import outgrowing, peak_bytes
 from sfast_ext.plans.plan import Plan
 from sfast_ext.report import at
 from sfast_ext.weights.arena import WeightArena
@@ -63,7 +63,8 @@ def make_plan(
         precompile(graph, device)
     at("binding of weights")
     tree, strides = captured.output_tree, captured.output_strides
-    plan = Plan(call, captured.graph_module, tree, strides, device, fused, triton=triton)
+    relieved = outgrowing(graph) if config.rare_calls and environment.is_small_card(device) else ()
+    plan = Plan(call, captured.graph_module, tree, strides, device, fused, triton=triton, outgrowing=relieved)
     plan.edits = captured.edits
     if plan.banks and plan.pool is not None:
         # what is short of memory finds them there

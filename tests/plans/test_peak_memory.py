@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from sfast_ext.kernels.backend import registry
-from sfast_ext.plans import graph_pool
+from sfast_ext.plans import graph_facts, graph_pool
 from sfast_ext.plans.graph_facts import peak_bytes
 from sfast_ext.report import Report
 from sfast_ext.runtime import verify
@@ -80,6 +80,17 @@ def test_results_of_a_kernel_are_there_with_what_it_reads():
 def test_so_is_what_it_needs_beside_them():
     made = registry.Kernel(kernel, kernel, workspace=lambda x: 3 * x.numel())
     assert peak_bytes(graph_of((torch.neg, X), (made, X))) == 2 * KB + 3 * 256
+
+
+def test_what_is_larger_than_all_before_it(monkeypatch):
+    monkeypatch.setattr(graph_facts, "LARGE", 2 * KB)
+    two, four = torch.zeros(512), torch.zeros(1024)
+    # too small, the first large one, no larger, larger in its second result
+    graph = graph_of((torch.neg, X), (torch.cos, two), (torch.sin, two), (kernel, (X, four), 1), (torch.tan, four))
+    assert [node.target for node in graph_facts.outgrowing(graph)] == [torch.cos, kernel]
+    # a view has no memory of its own
+    view = Traced(lambda x: x.expand(4, 256).sum(0), X).graph
+    assert graph_facts.outgrowing(view) == []
 
 
 class Measured(TorchDispatchMode):
