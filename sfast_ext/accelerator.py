@@ -265,6 +265,10 @@ class Accelerator:
         """GPU memory that the weights of plans are going to take again, after `give_memory_back`."""
         return self._model.arena.vacant_bytes
 
+    def planned_bytes(self, *args: Any) -> int | None:
+        """Bytes that the values of a call with these arguments take at one time; None if no plan may serve it alone."""
+        return self._finder.planned_bytes(args)
+
     def fetch_weights(self) -> int:
         """Copy the weights of the module from another device into the memory of the plans; see `WeightArena.fetch`.
 

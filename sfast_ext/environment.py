@@ -184,6 +184,16 @@ def gpu_memory(device: torch.device | None = None) -> int | None:
     return int(torch.cuda.get_device_properties(of).total_memory)
 
 
+SMALL_CARD = 10 << 30
+"""Bytes of a card that counts as small."""
+
+
+def is_small_card(device: torch.device | None = None) -> bool:
+    """Whether a GPU, by default the program's, has little memory. False without one."""
+    total = gpu_memory(device)
+    return total is not None and total < SMALL_CARD
+
+
 MAX_FOR_GRAPHS_MB = 4096
 
 

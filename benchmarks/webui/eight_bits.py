@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import records
+from benchmarks.webui import breakdown
 from benchmarks.webui.hosts import HOSTS, LARGE
-from benchmarks.webui.pictures import numbered, payload_of, taken, turn
+from benchmarks.webui.pictures import numbered, payload_of, taken, taken_apart, turn
 from sfast_ext import cli
 from sfast_ext.tools.lib import machine
 
@@ -112,6 +113,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for case in cases:
             end(webuis[case], rows[case], options.steps)
             print(words(case, rows), flush=True)
+            if options.breakdown and "failed" not in rows[case]:
+                apart = rows[case]["breakdown"] = taken_apart(webuis[case], "txt2img", payload, options)
+                print(*breakdown.lines(str(case), apart), sep="\n", flush=True)
     if options.json:
         records.write(options.json, found)
     return found
@@ -160,6 +164,7 @@ def main() -> int:
     parser.add_argument("--size", type=cli.size, default=(1024, 1024), metavar="WxH", help="of images (1024x1024)")
     parser.add_argument("--steps", type=int, default=20, help="(%(default)s)")
     parser.add_argument("--pictures", type=int, default=3, help="timed, after two (%(default)s)")
+    parser.add_argument("--breakdown", type=int, default=0, metavar="N", help="of N further images (none)")
     parser.add_argument("--stock", action="store_true", help="the WebUI alone as well, two images of each card")
     parser.add_argument("--earlier", type=Path, metavar="DIR", help="an earlier checkout as well (not SD.Next)")
     parser.add_argument("--turn", metavar="DIR,N,ALL", help="see benchmarks.webui")

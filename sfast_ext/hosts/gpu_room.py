@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from sfast_ext import host_gpu
+from sfast_ext import environment, host_gpu
+from sfast_ext.accelerator import accelerator_of
 from sfast_ext.plans import graph_pool
 from sfast_ext.report import Report
 
@@ -26,8 +28,8 @@ NEXT_MODEL_RESERVE = 8 << 30
 WORKSPACE = 512 << 20
 """Bytes that a forward needs in addition to its weights, or a convolution to its activations."""
 
-TIGHT = 10 << 30
-"""Bytes of a card that counts as small."""
+PLANS_WORKSPACE = 256 << 20
+"""Bytes that libraries need while a plan runs, in addition to its values."""
 
 OTHERS_RESERVE = 2 << 30
 """Bytes of such a card that are left to other programs while a VAE runs."""
@@ -35,6 +37,9 @@ OTHERS_RESERVE = 2 << 30
 GAPS = 1.25
 """A block in which all values of a VAE find a place, as a multiple of what they take: 2.4 GB of 1024x1024 fit into 3.4
 and not into 2.8."""
+
+MAX_ROUNDS = 4
+"""Times that banks of what is missing are freed, before all are."""
 
 _LARGE = 256 << 20
 """A need of fewer bytes is met as it comes."""
@@ -74,10 +79,14 @@ def givers(needed: float, report: Report, why: str) -> list[Callable[[], object]
 
 
 def free_pieces(needed: float, report: Report, why: str) -> None:
-    """Free all banks if so many bytes are free, but in pieces between them, which hold no values of a VAE."""
+    """Free further banks while so many bytes are free, but in pieces between them, which hold no values of a VAE."""
     torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info(host_gpu.device())[0] < needed:
-        graph_pool.make_room(report, why)
+    for _ in range(MAX_ROUNDS):
+        missing = needed - torch.cuda.mem_get_info(host_gpu.device())[0]
+        if missing <= 0:
+            return
+        graph_pool.make_room(report, why, banks=missing)
+    graph_pool.make_room(report, why)
 
 
 def left_to_others(needed: float) -> float:
@@ -102,7 +111,7 @@ def hold_one_block(needed: float) -> None:
 
 def is_tight() -> bool:
     """Whether the card is small."""
-    return torch.cuda.is_available() and torch.cuda.get_device_properties(host_gpu.device()).total_memory < TIGHT
+    return torch.cuda.is_available() and environment.is_small_card(host_gpu.device())
 
 
 def load_bytes(module: nn.Module) -> int:
@@ -122,6 +131,13 @@ def decoder_bytes(widths: Sequence[int], latent: torch.Tensor) -> float:
         SAFETY_FACTOR * DECODER_ACTIVATIONS * widths[min(1, len(widths) - 1)] * pixels * latent.element_size()
         + WORKSPACE
     )
+
+
+def planned_bytes(module: nn.Module, args: tuple[Any, ...]) -> float | None:
+    """Bytes that a call of a VAE's part needs for its activations if its plan serves it; None if none does."""
+    accelerator = accelerator_of(module)
+    planned = None if accelerator is None else accelerator.planned_bytes(*args)
+    return None if planned is None else planned + PLANS_WORKSPACE
 
 
 def encoder_bytes(widths: Sequence[int], image: torch.Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
+from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.vae_memory import free_cached, widths_of
 from sfast_ext.reasons import text
@@ -80,7 +82,8 @@ class Vaes:
             enabled=config.enabled and config.vae,
             cuda_graphs=False,
             rare_calls=True,
-            rare_gain=GAIN,
+            # on a small card it needs less memory than the original, which 8-bit weights give way to
+            rare_gain=math.inf if config.eight_bits and gpu_room.is_tight() else GAIN,
             # a VAE's activations come near the largest number of float16, and partial sums nearer; 8 bits show in an
             # image at once, which no later step corrects
             faster_sums=False,

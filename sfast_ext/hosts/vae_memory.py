@@ -92,12 +92,14 @@ class VaeMemory:
         ]
 
     def _before(self, need: Callable[[torch.Tensor], float], frees_cached: bool) -> Callable[[nn.Module, Any], None]:
-        def hook(_: nn.Module, args: Any) -> None:
+        def hook(module: nn.Module, args: Any) -> None:
             if args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
-                needed = need(args[0])
+                planned = gpu_room.planned_bytes(module, args)
+                needed = need(args[0]) if planned is None else planned
                 others = gpu_room.left_to_others(needed)
                 self._make_room(needed + others, others > 0)
-                if not frees_cached:
+                # a plan gives cached memory back by itself
+                if planned is None and not frees_cached:
                     gpu_room.hold_one_block(needed)
 
         return hook

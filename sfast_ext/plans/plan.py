@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Plan:
             and `rebuild_output`.
         fused: the number of matches of each pass.
         triton: whether the graph was rewritten for Triton's kernels; otherwise none is launched.
+        outgrowing: see `graph_facts.outgrowing`. Before each of these the allocator's cache is given back.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Plan:
         device: torch.device,
         fused: dict[str, int],
         triton: bool = True,
+        outgrowing: Collection[fx.Node] = (),
     ) -> None:
         self.signature = call.signature
         self.device = device
@@ -107,11 +109,12 @@ class Plan:
         self._copied = [(each.tensor, each.source) for each in self.weights if each.source is not None]
         self._graph_module = graph_module
         self._triton = triton
-        self._function = self._interpreter = self._served(Interpreter(graph_module))
+        self._function = self._interpreter = self._served(Interpreter(graph_module, outgrowing))
         """What runs the graph: the interpreter, or a recorded run."""
         self._warm = threading.local()
         """Whether the capture needs no run before it in this thread: libraries have handles and choices for each."""
-        self._recorded: bool | None = None
+        # what is recorded is launches alone
+        self._recorded: bool | None = False if outgrowing else None
         """Whether launches are repeated; None if that was not decided yet."""
         self._eager_runs = 0
         self.recapture = graph_facts.Recapture()

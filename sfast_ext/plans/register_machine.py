@@ -11,7 +11,7 @@ import contextlib
 import functools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -128,20 +128,22 @@ class Interpreter:
 
     Args:
         graph_module: has call_function nodes only. Its attributes are read now.
+        after_release: nodes before which the allocator gives back what it holds for nobody.
     """
 
-    def __init__(self, graph_module: fx.GraphModule) -> None:
+    def __init__(self, graph_module: fx.GraphModule, after_release: Collection[fx.Node] = ()) -> None:
         self._graph_module = graph_module
         self._runs = 0
         self._code: Callable[..., Any] = _no_code
-        machine = _GraphAssembler(graph_module).machine()
+        self._compiles = not after_release
+        machine = _GraphAssembler(graph_module, after_release).machine()
         self._tensors = list({id(x): x for x in machine.start if isinstance(x, torch.Tensor)}.values())
         self._machine: Machine | None = machine
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """The graph's flat outputs."""
         self._runs += 1
-        if self._runs == _COMPILE_AFTER + 1:
+        if self._compiles and self._runs == _COMPILE_AFTER + 1:
             self._graph_module.recompile()
             self._code, self._machine = self._graph_module.forward, None
         machine = self._machine  # another thread may set it to None
@@ -159,9 +161,9 @@ class Interpreter:
 class _GraphAssembler(Assembler):
     """Nodes stand for values."""
 
-    def __init__(self, graph_module: fx.GraphModule) -> None:
+    def __init__(self, graph_module: fx.GraphModule, after_release: Collection[fx.Node]) -> None:
         super().__init__()
-        self._graph_module = graph_module
+        self._graph_module, self._after_release = graph_module, after_release
         self._registers: dict[fx.Node, int] = {}
 
     def machine(self) -> Machine:
@@ -183,6 +185,8 @@ class _GraphAssembler(Assembler):
             elif node.op == "call_function":
                 register = self._registers[node] = self.new_register()
                 dead = tuple(self._registers[n] for n in last[node] if n.op != "get_attr")
+                if node in self._after_release:
+                    steps.append((release_cached, ()))
                 steps.append((self.call(node.target, node.args, node.kwargs, register), dead))
             else:
                 raise NotImplementedError(f"a graph with {node.op}")
@@ -198,6 +202,13 @@ class _GraphAssembler(Assembler):
         # a slice
         registers_of = {n: self._registers[n] for n in _nodes(structure)}
         return lambda registers: fx.node.map_arg(structure, lambda n: registers[registers_of[n]])
+
+
+def release_cached(registers: Registers, stream: int) -> None:
+    """A step: gives back what the allocator holds for nobody."""
+    # torch 2.1 refuses while a CUDA graph is captured
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.empty_cache()
 
 
 def _nothing(registers: Registers) -> Sequence[Any]:

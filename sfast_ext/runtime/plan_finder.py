@@ -241,6 +241,21 @@ class PlanFinder:
         kind = tensors_alone(call.signature)
         return all(plan.shape_signature != kind for plan in list(self._cache.plans.values())) and not self.builds(kind)
 
+    def planned_bytes(self, args: tuple[Any, ...]) -> int | None:
+        """See `Accelerator.planned_bytes`."""
+        device = self._context.device()
+        if device is None or not self._context.config.enabled:
+            return None
+        try:
+            kind = tensors_alone(flatten_call(args, {}, device).signature)
+        except NotOurs:
+            return None
+        alike = [plan for plan in list(self._cache.plans.values()) if plan.shape_signature == kind]
+        # the original forward runs as well if a plan is compared with it
+        if any(map(self._is_compared, alike)):
+            return None
+        return max((plan.peak_bytes for plan in alike if plan.peak_bytes is not None), default=None)
+
     def _loses_digits(self, leaf: Any) -> bool:
         """Whether the forward of an image alone, a VAE's, normalises maps that are constant. Differences from their
         mean are rounding, which the norm divides by next to nothing: two correct results may be anywhere."""

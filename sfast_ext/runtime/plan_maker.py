@@ -16,7 +16,7 @@ from sfast_ext.call_signature import Call
 from sfast_ext.capture.capture import Captured
 from sfast_ext.config import Config
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.backend.graph_memory import peak_bytes, step_bytes
+from sfast_ext.kernels.backend.graph_memory import outgrowing, peak_bytes, step_bytes
 from sfast_ext.kernels.backend.precompile import precompile
 from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.kernels.group_norm import group_norm
@@ -64,7 +64,8 @@ def make_plan(
     needed = peak_bytes(graph) if config.rare_calls else None
     at("binding of weights")
     tree, strides = captured.output_tree, captured.output_strides
-    plan = Plan(call, captured.graph_module, tree, strides, device, fused, triton=triton)
+    relieved = outgrowing(graph) if config.rare_calls and environment.is_small_card(device) else ()
+    plan = Plan(call, captured.graph_module, tree, strides, device, fused, triton=triton, outgrowing=relieved)
     plan.edits, plan.peak_bytes = captured.edits, needed
     if plan.banks and plan.pool is not None:
         # what is short of memory finds them there

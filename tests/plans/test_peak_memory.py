@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from sfast_ext.kernels.backend import registry
+from sfast_ext.kernels.backend import graph_memory, registry
 from sfast_ext.kernels.backend.graph_memory import bytes_at, peak_bytes, step_bytes
 from sfast_ext.plans import graph_pool
 from sfast_ext.report import Report
@@ -113,6 +113,17 @@ def test_the_largest_step_of_any_order():
     # what is concatenated with the result, whatever else is held meanwhile
     graph = Traced(function, X).graph
     assert step_bytes(graph) == 4 * KB and peak_bytes(graph) == 5 * KB
+
+
+def test_what_is_larger_than_all_before_it(monkeypatch):
+    monkeypatch.setattr(graph_memory, "LARGE", 2 * KB)
+    two, four = torch.zeros(512), torch.zeros(1024)
+    # too small, the first large one, no larger, larger in its second result
+    graph = graph_of((torch.neg, X), (torch.cos, two), (torch.sin, two), (kernel, (X, four), 1), (torch.tan, four))
+    assert [node.target for node in graph_memory.outgrowing(graph)] == [torch.cos, kernel]
+    # a view has no memory of its own
+    view = Traced(lambda x: x.expand(4, 256).sum(0), X).graph
+    assert graph_memory.outgrowing(view) == []
 
 
 class Measured(TorchDispatchMode):

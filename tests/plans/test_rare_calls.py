@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks import vaes
-from sfast_ext import Config, accelerate
+from sfast_ext import Config, accelerate, environment
+from sfast_ext.kernels.backend import graph_memory
 from sfast_ext.plans.payback import RareCalls
 from sfast_ext.runtime import plan_runner, verify
 from sfast_ext.runtime.plan_builder import PlanBuilder
@@ -368,3 +369,17 @@ def test_of_many_threads_one_takes():
     for each in threads:
         each.join()
     assert len(taken) == 1
+
+
+@pytest.mark.parametrize(("gigabytes", "rare"), [(8, True), (12, True), (8, False)])
+def test_on_a_small_card_a_plan_gives_cached_memory_back(monkeypatch, gigabytes, rare):
+    monkeypatch.setattr(environment, "gpu_memory", lambda device=None: gigabytes << 30)
+    monkeypatch.setattr(graph_memory, "LARGE", 1)
+    given = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(1))
+    ours = Counted(replace(CONFIG, rare_calls=rare))
+    ours.call()
+    ours.call()
+    given.clear()
+    assert ours.call() == 0
+    assert bool(given) == (gigabytes == 8 and rare)

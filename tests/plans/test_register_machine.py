@@ -166,3 +166,20 @@ def test_a_run_goes_on_while_others_make_code():
     programs.append(program)
     assert torch.equal(program(X, Y)[0], X + Y) and program._machine is None
     assert torch.equal(program(Y, X)[0], X + Y)
+
+
+def test_the_cache_is_given_back_before_chosen_nodes_in_each_run(monkeypatch):
+    g, said = Graph(), []
+    first = g.add(lambda x: said.append("first") or x + 1, g.x)
+    second = g.add(lambda x: said.append("second") or 2 * x, first)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("given back"))
+    program = Interpreter(g.module(second), [second])
+    for _ in range(_COMPILE_AFTER + 2):
+        said.clear()
+        assert torch.equal(program(X, Y)[0], 2 * (X + 1)) and said == ["first", "given back", "second"]
+
+    def refuse():
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
+    assert torch.equal(program(X, Y)[0], 2 * (X + 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import eight_bit_kernels
@@ -166,7 +167,7 @@ def test_on_a_gpu(graphs: bool) -> None:
     ours = copy.deepcopy(twin).cuda()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conv2d8, "profitable", lambda *sizes: True)
-        acc = accelerate(ours, ON)
+        acc = accelerate(ours, replace(ON, cuda_graphs=graphs, drop_slower=False))
         x = torch.randn(2, 4, 32, 24).half()
         wanted = twin.float()(x.float())
         for _ in range(3):

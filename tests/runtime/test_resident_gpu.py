@@ -115,4 +115,5 @@ def test_a_transformer_of_full_width(kind: str, monkeypatch: pytest.MonkeyPatch)
             found.append(results)
     # the first calls and the one that is compared again are the model's
     for step in (3, 5, 8, 13):
-        assert torch.equal(*(results[step] for results in found)), step
+        # of two products that are equally fast the clock may choose another one in the second form
+        assert relative_error(*([results[step]] for results in found)) < 0.02, step

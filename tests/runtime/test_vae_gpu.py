@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks import vaes
-from sfast_ext import Config, accelerate
+from sfast_ext import Config, accelerate, environment
+from sfast_ext.hosts import gpu_room
 from sfast_ext.runtime.verify import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -110,6 +111,34 @@ def test_a_decoder_holds_two_of_its_largest_values_as_its_plan_says(exact: Any, 
     assert plan.peak_bytes is not None and 2 * largest <= plan.peak_bytes <= 2.1 * largest
     # with the workspaces of libraries
     assert plan.peak_bytes <= 1.01 * held and held <= 1.25 * plan.peak_bytes
+    accelerator.release()
+
+
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_on_a_small_card_a_decode_reserves_little_more_than_its_values_take(
+    exact: Any, dtype: torch.dtype, triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "is_small_card", lambda device=None: True)
+    module = of(exact, "decoder", dtype)
+    accelerator = accelerate(module, replace(CONFIG, triton=triton))
+    x = vaes.part_input("decoder", 1024, 1024, dtype=dtype, device="cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            module(x)
+        foretold = accelerator.planned_bytes(x)
+        assert foretold is not None and accelerator.report.counter("eager_runs") == 1
+        for _ in range(10):
+            allocated = peak(lambda: module(x))
+            gc.collect()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
+            torch.cuda.reset_peak_memory_stats()
+            module(x)
+            reserved = torch.cuda.max_memory_reserved() - before
+    print(f"{dtype}: {foretold >> 20} MB foretold, {allocated >> 20} allocated, {reserved >> 20} reserved")
+    assert allocated <= foretold + gpu_room.PLANS_WORKSPACE
+    assert reserved <= 1.2 * foretold + gpu_room.PLANS_WORKSPACE
     accelerator.release()
 
 

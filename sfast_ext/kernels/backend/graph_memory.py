@@ -16,6 +16,9 @@ from torch import fx
 
 from sfast_ext.kernels.backend import registry
 
+LARGE = 64 << 20
+"""Bytes of a result from which it matters which block of the allocator holds it."""
+
 
 def peak_bytes(graph: fx.Graph) -> int:
     """The largest sum of what is alive at one time, in bytes."""
@@ -53,6 +56,19 @@ def step_bytes(graph: fx.Graph) -> int:
             read = {owner[source] for source in node.all_input_nodes} | {owner[node]}
             most = max(most, sum(_size(each) for each in read if each.op == "call_function"))
     return most
+
+
+def outgrowing(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes with a large result that is larger than all before it: blocks of memory that those have left hold none
+    of its size."""
+    found, largest = list[fx.Node](), LARGE - 1
+    for node in graph.nodes:
+        val = node.meta.get("val") if node.op == "call_function" and base_of(node) is None else None
+        size = max(map(_bytes, val if isinstance(val, tuple | list) else [val]), default=0)
+        if size > largest:
+            found.append(node)
+            largest = size
+    return found
 
 
 def owners(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,8 +19,12 @@ from passes.support import HALF_ON_THE_CPU
 from hosts.standins import a1111 as standin
 from hosts.standins import a1111_vae as vaes
 from sfast_ext import accelerator_of
-from sfast_ext.hosts import vae_memory
+from sfast_ext.hooks import Hooks
+from sfast_ext.hosts import gpu_room, vae_memory
+from sfast_ext.hosts import vae as hosts_vae
 from sfast_ext.hosts.a1111 import adapter as a1111
+from sfast_ext.report import Report
+from sfast_ext.ui.settings_table import HostConfig
 
 pytestmark = pytest.mark.usefixtures("vae_plans_at_once")
 
@@ -308,3 +313,12 @@ def test_weights_are_given_back_as_they_were(on):
         assert torch.equal(parameter, before[name]) and parameter.is_contiguous()
     with contextlib.suppress(AttributeError):
         assert accelerator_of(on.vae.decoder) is None
+
+
+@pytest.mark.parametrize(("tight", "eight_bits"), [(True, True), (True, False), (False, True)])
+def test_next_to_8_bits_on_a_small_card_the_second_image_makes_the_plan(tight, eight_bits, monkeypatch):
+    monkeypatch.setattr(hosts_vae, "GAIN", 0.25)
+    monkeypatch.setattr(gpu_room, "is_tight", lambda: tight)
+    config = HostConfig(eight_bits=eight_bits, allow_cpu=True)
+    followed = hosts_vae.Vaes(lambda module, named: Hooks(), Report()).follow([vaes.make_vae(2)], config)
+    assert [each.config.rare_gain for each in followed] == 2 * [math.inf if tight and eight_bits else 0.25]

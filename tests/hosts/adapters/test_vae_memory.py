@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from pretended_card import pretended_card
 from torch import nn
 
+from sfast_ext import Config, accelerate
 from sfast_ext.hosts import gpu_room, vae_memory
 from sfast_ext.report import Report
 
@@ -100,15 +103,53 @@ def test_a_cache_that_cannot_be_given_back_now_stays(freed: list[int], monkeypat
     vae_memory.free_cached(nn.Identity(), (torch.randn(4).to("cuda"),))
 
 
-@pytest.mark.parametrize(("free", "banks"), [(99, 1), (100, 0), (5000, 0)])
-def test_pieces_between_banks_are_freed(monkeypatch: pytest.MonkeyPatch, free: int, banks: int) -> None:
-    given: list[str] = []
+@pytest.mark.parametrize(
+    ("free", "part", "asked"),
+    [(99, 1.0, [1]), (100, 1.0, []), (60, 0.5, [40, 20, 10, 5, math.inf]), (60, 0.0, [40, 40, 40, 40, math.inf])],
+)
+def test_banks_of_what_is_missing_are_freed_until_pieces_between_them_are_whole(
+    monkeypatch: pytest.MonkeyPatch, free: int, part: float, asked: list[float]
+) -> None:
+    given: list[float] = []
+
+    def make_room(report: Report, why: str, banks: float = math.inf) -> None:
+        nonlocal free
+        given.append(banks)
+        # the rest is in memory that others share
+        free += int(part * min(banks, 100))
+
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(gpu_room.host_gpu, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10_000))
-    monkeypatch.setattr(gpu_room.graph_pool, "make_room", lambda report, why: given.append(why))
+    monkeypatch.setattr(gpu_room.graph_pool, "make_room", make_room)
     gpu_room.free_pieces(100, Report(), "a VAE")
-    assert len(given) == banks
+    assert given == asked
+
+
+def test_a_plan_needs_what_its_values_take(freed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[float] = []
+    monkeypatch.setattr(gpu_room, "hold_one_block", held.append)
+    monkeypatch.setattr(vae_memory, "largest_steps", lambda decoder: [])
+    vae, asked = of_diffusers().to("cuda"), list[float]()
+    config = Config(cuda_graphs=False, rare_calls=True, rare_gain=math.inf, drop_slower=False)
+    accelerator = accelerate(vae.decoder, config)
+    watched = vae_memory.VaeMemory(lambda needed, in_one: asked.append(needed))
+    watched.watch([vae])
+    for _ in range(3):
+        decoded(vae)
+    (plan,) = accelerator.plans.values()
+    estimated = gpu_room.decoder_bytes((8, 16, 32), torch.zeros(1, 4, 4, 4))
+    planned = plan.peak_bytes + gpu_room.PLANS_WORKSPACE
+    assert plan.replays == 1 and 0 < planned < estimated
+    assert asked == [estimated, estimated, planned] and held == [estimated, estimated]
+    # the original runs as well, or alone
+    plan.compare_again = True
+    decoded(vae)
+    vae.decoder(torch.randn(2, 4, 4, 4).to("cuda"))
+    accelerator.configure(replace(config, enabled=False))
+    decoded(vae)
+    assert planned not in asked[3:] and len(asked) == 6
+    accelerator.release()
 
 
 @pytest.mark.parametrize("others", [0.0, 7.0])
