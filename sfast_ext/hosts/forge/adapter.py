@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any, ClassVar
 
 from torch import nn
@@ -21,9 +20,6 @@ from sfast_ext.hosts.forge.secondary import KEPT_CONTROLNETS, SecondaryNetworks
 from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.webui_session import WebUISession
 from sfast_ext.reasons import Reason
-
-TRY_RESIDENT = "SFAST_FORGE_RESIDENT"
-"""The environment variable that lets half-precision weights stay in system memory, if it is 1."""
 
 
 def detect() -> bool:
@@ -74,13 +70,11 @@ class ForgeSession(WebUISession):
         super()._install_memory()
         host = self.installation
         self._memory.install(host)
-        # on a GPU only first images of the real Forge Neo were seen with it
-        asked = os.environ.get(TRY_RESIDENT) == "1"
-        if self.FOLLOWS_RESIDENCE and asked and host.feature(probes.RESIDENT, lambda: self._resident.install(host)):
+        if self.FOLLOWS_RESIDENCE and host.feature(probes.RESIDENT, lambda: self._resident.install(host)):
             host.feature(probes.LORA_NAMES, lambda: self._resident.install_names(host))
 
     def follows_residence(self) -> bool:
-        """If it was asked for, and Forge's functions are those that are known."""
+        """If Forge's functions are those that are known."""
         return self._resident.installed
 
     def host_version(self) -> str:

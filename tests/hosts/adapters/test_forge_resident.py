@@ -107,13 +107,9 @@ class Running:
         return relative_error([found], [wanted])
 
 
-NOT_ASKED = "test_if_nobody_asks_forge_loads_it_in_parts_as_before"
-
-
 @pytest.fixture
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """A card with room for so many UNets."""
-    monkeypatch.setenv(forge.TRY_RESIDENT, "0" if request.function.__name__ == NOT_ASKED else "1")
     monkeypatch.setattr(attention, "_ATTN_PRECISION", "half")
     monkeypatch.setattr(standin.Host, "reserve", RESERVE)
     monkeypatch.setattr(standin.Host, "DTYPE", torch.bfloat16)
@@ -165,14 +161,6 @@ def test_the_unet_is_loaded_as_a_whole_and_stays_in_8_bits(on: Running) -> None:
     # the second comparison reads weights one by one, and another size all of them
     assert on.picture(13) < 0.06 and on.picture(3, size=12) < 0.06 and on.picture() < 0.06
     assert on.away and not on.model.model_lowvram and on.counter("captures") == 2 and on.counter("errors") == 0
-
-
-@room(1.6)
-def test_if_nobody_asks_forge_loads_it_in_parts_as_before(on: Running) -> None:
-    for _ in range(2):
-        assert on.picture() < 1e-3
-        assert on.model.model_lowvram
-    assert not on.session.follows_residence() and on.counter("captures") == 0
 
 
 @room(1.6)
