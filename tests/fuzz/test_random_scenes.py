@@ -220,6 +220,14 @@ def test_a_lora_of_the_least_weight_must_be_seen(lora, faults):
     assert all("nothing wrong would be seen" in fault for fault in found.faults)
 
 
+def test_an_image_with_a_lora_that_is_not_made_is_a_fault():
+    host = Host([[5]], [[5]])
+    host.least = lambda: ("least", "txt2img", {"number": 0})
+    host.given[True] = [None]
+    found = random_scenes.compare(host, None, 4, 1, "--again")
+    assert any("was not made" in fault for fault in found.faults)
+
+
 MB = random_scene_memory.MB
 
 
@@ -248,14 +256,14 @@ def test_the_extension_is_off_while_memory_is_read_and_settings_are_as_they_were
         ("4/1", "txt2img", {"number": 0}),
     ]  # fmt: skip
     steps = random_scenes.with_rests(host, host.scenes(4, 2))
-    assert [name for name, *_ in steps if name] == ["plain", "start", "least", "4/0", "4/1", "plain", "first"]
+    assert [name for name, *_ in steps if name] == ["least", "plain", "start", "4/0", "4/1", "plain", "first"]
     settings = {}
     at = {}
     for name, route, payload in steps:
         settings |= payload if route == "options" else {}
         at[name] = dict(settings)
     off = {"sfast_enabled": False}
-    assert at["start"] == off and at["first"] == {"sfast_eight_bits": False, "a": 1, **off}
+    assert at["least"] == at["start"] == off and at["first"] == {"sfast_eight_bits": False, "a": 1, **off}
     assert at["4/1"] == settings | {"a": 1} and settings["sfast_enabled"] and not settings["sfast_eight_bits"]
 
 

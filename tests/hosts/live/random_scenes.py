@@ -43,15 +43,15 @@ FIRST = 8
 TOLD = ("counters", "reasons_since_start", "last_error")
 ASIDE = ("first", "plain", "least")
 """Images that are no scenes."""
+OFF: dict[str, Any] = {"sfast_enabled": False}
 Held = dict[str, dict[str, Any]]
 """What a WebUI at rest holds, by the time."""
 
 
 def at_rest(host: Host, when: str) -> Round:
     """Steps that switch the extension off, bring the WebUI to rest and ask for its memory, and switch it on again."""
-    off: dict[str, Any] = {"sfast_enabled": False}
     return [
-        ("", "options", off),
+        ("", "options", OFF),
         *host.rest(),
         (when, random_scene_memory.ROUTE, {}),
         ("", "options", {"sfast_enabled": True}),
@@ -66,7 +66,9 @@ def with_rests(host: Host, steps: Round) -> Round:
     for _, route, payload in steps[:early]:
         settings |= payload if route == "options" else {}
     back: Round = [("", "options", settings)] if settings else []
-    return [*at_rest(host, "start"), host.least(), *steps[:early], *at_rest(host, "first"), *back, *steps[early:]]
+    # by the WebUI alone, as the plain image that it is compared with
+    seen = ("", "options", OFF), host.least()
+    return [*seen, *at_rest(host, "start"), *steps[:early], *at_rest(host, "first"), *back, *steps[early:]]
 
 
 def stock(steps: Round) -> Round:
@@ -171,6 +173,8 @@ def judge_run(host: Host, found: Found, expected: dict[str, list[str]], held: He
         found.least = apart(expected["least"], expected["plain"])
         if found.least <= host.tolerance:
             faults.append(f"a LoRA of the least weight changes {found.least:.2f} of 255: nothing wrong would be seen")
+    elif "plain" in expected:
+        faults.append("the image with a LoRA of the least weight was not made: nothing tells what would be seen")
     if host.eight_bits and host.card is not None and not found.resident:
         faults.append("nothing was resident: the run shows nothing")
     found.faults += [f"{fault}; {again}" for fault in faults]
