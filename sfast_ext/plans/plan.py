@@ -312,6 +312,7 @@ class Plan:
             "label": self.label,
             "signature": self.signature.words(),
             "state": self.state,
+            "resident": self.resident,
             "no_graph_reason": self.no_graph_reason,
             "captures": self.captures,
             "replays": self.replays,

@@ -5,7 +5,7 @@ The names of the tensors are what extensions-builtin/Lora/network_*.py look for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -150,12 +150,15 @@ def full(state: Tensors, seed: int) -> Tensors:
     return tensors
 
 
-def write(state: Tensors, folder: Path) -> None:
-    """One file of each kind."""
+def write(state: Tensors, folder: Path, kinds: Collection[str] | None = None) -> None:
+    """One file of each kind, or of these alone."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     for i, kind in enumerate(KINDS):
-        save_file(network(kind, state, seed=3 + 10 * i), folder / f"{kind}.safetensors")
+        if kinds is None or kind in kinds:
+            save_file(network(kind, state, seed=3 + 10 * i), folder / f"{kind}.safetensors")
+    if kinds is not None:
+        return
     save_file(norms(state, seed=5), folder / "norms.safetensors")
     save_file(full(state, seed=4), folder / "full.safetensors")

@@ -1,12 +1,13 @@
 """Tiny random models for a real WebUI: run by the WebUI's interpreter, in its directory, with the directory to fill.
 
-    python a1111_models.py OUT [full | full-xl]
+    python a1111_models.py OUT [full | full-xl | full-pair]
 
 writes Stable-diffusion/, clip/, Lora/ (see `a1111_loras.py`), ControlNet/, VAE/, hypernetworks/ and embeddings/. The
 two checkpoints called tiny share tiny.yaml, so that the WebUI sees one configuration and loads the second into the
 modules of the first; wide is another architecture, deep has 320 channels where FreeU looks for them, inpaint takes 9
 channels and edit 8. Those of `a1111_xl.py` are added. With `full` it writes one checkpoint as large as SD 1.5 and its
-text model instead, full.safetensors in fp16; with `full-xl` one as large as SDXL.
+text model instead, full.safetensors in fp16; with `full-xl` one as large as SDXL; with `full-pair` full.safetensors,
+full-other.safetensors of the same architecture, and LoRAs that fit both.
 """
 
 from __future__ import annotations
@@ -204,10 +205,11 @@ def main(out: Path) -> None:
     save_file({"emb_params": word}, out / "embeddings" / "tinyword.safetensors")
 
 
-def full(out: Path, name: str) -> None:
-    """One checkpoint of random weights, as large as SD 1.5 or as SDXL, in fp16."""
+def full(out: Path, which: str) -> None:
+    """Checkpoints of random weights, as large as SD 1.5 or as SDXL, in fp16."""
     repositories = Path.cwd() / "repositories"
     sys.path[:0] = [str(repositories / "generative-models"), str(repositories / "stable-diffusion-stability-ai")]
+    import a1111_loras
     import a1111_xl
     from ldm.util import instantiate_from_config
     from omegaconf import OmegaConf
@@ -216,17 +218,22 @@ def full(out: Path, name: str) -> None:
     checkpoints = out / "Stable-diffusion"
     checkpoints.mkdir(parents=True, exist_ok=True)
     write_clip(out / "clip", width=768, layers=12, heads=12)
-    if name == "full-xl":
+    if which == "full-xl":
         config = a1111_xl.full(out / "clip")
     else:
         config = OmegaConf.load("configs/v1-inference.yaml")
         config.model.params.cond_stage_config.params = {"version": str(out / "clip")}
-    OmegaConf.save(config, checkpoints / f"{name}.yaml")
     with uninitialised():
         model = instantiate_from_config(config.model)
-    state = randomise(model, seed=1)
-    half = {key: value.half() if value.is_floating_point() else value for key, value in state.items()}
-    save_file(half, checkpoints / f"{name}.safetensors")
+    names = ("full", "full-other") if which == "full-pair" else (which,)
+    for seed, name in enumerate(names, 1):
+        OmegaConf.save(config, checkpoints / f"{name}.yaml")
+        state = randomise(model, seed)
+        half = {key: value.half() if value.is_floating_point() else value for key, value in state.items()}
+        save_file(half, checkpoints / f"{name}.safetensors")
+    if which == "full-pair":
+        a1111_loras.write(state, out / "Lora", ("strong", "loha", "dora"))
+        save_file(a1111_loras.network("strong", state, seed=6), out / "Lora" / "second.safetensors")
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
 """A checkpoint of random weights, as large as SD 1.5 or SDXL, for a real Forge Neo or Classic: run by its interpreter,
 in its directory.
 
-    python forge_full.py OUT full|full-xl
+    python forge_full.py OUT full|full-xl|full-pair
 
 writes Stable-diffusion/full.safetensors or full-xl.safetensors in fp16 there, and next to the first one
-ControlNet/control.safetensors as large as those of SD 1.5.
+ControlNet/control.safetensors as large as those of SD 1.5. With full-pair it writes one.safetensors and
+other.safetensors as large as SD 1.5, and two LoRAs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forge_models import CONFIG, control, of_classic, of_neo, randomise
+from forge_models import CONFIG, control, lora, of_classic, of_neo, randomise
 
 UNETS: dict[str, dict[str, Any]] = {
     "full": {
@@ -73,20 +74,27 @@ def main(out: Path, name: str) -> None:
     from safetensors.torch import save_file
 
     # torch's own initial values are not read, and take a minute
+    sizes = UNETS["full" if name == "full-pair" else name]
     with torch.device("meta"):
-        unet = make_unet(in_channels=4, model_channels=320, out_channels=4, use_spatial_transformer=True, **UNETS[name])
+        unet = make_unet(in_channels=4, model_channels=320, out_channels=4, use_spatial_transformer=True, **sizes)
         second = OpenCLIP(*BIG_G)
     parts = {"model.diffusion_model.": unet, "first_stage_model.": vae}
-    if name == "full":
+    if name != "full-xl":
         parts["cond_stage_model.transformer."] = text
     else:
         parts["conditioner.embedders.0.transformer."] = text
         parts["conditioner.embedders.1.model."] = second
     state = {}
-    for seed, (prefix, model) in enumerate(parts.items()):
-        state.update(randomise(prefix, model, seed))
     (out / "Stable-diffusion").mkdir(parents=True, exist_ok=True)
-    save_file(state, out / "Stable-diffusion" / f"{name}.safetensors")
+    for number, checkpoint in enumerate(("one", "other") if name == "full-pair" else (name,)):
+        for seed, (prefix, model) in enumerate(parts.items()):
+            state.update(randomise(prefix, model, seed + 10 * number))
+        save_file(state, out / "Stable-diffusion" / f"{checkpoint}.safetensors")
+    if name == "full-pair":
+        (out / "Lora").mkdir(exist_ok=True)
+        unet_alone = {key: value for key, value in state.items() if key.startswith("model.diffusion_model.")}
+        for seed, called in ((10, "strong"), (11, "second")):
+            save_file(lora(unet_alone, seed), out / "Lora" / f"{called}.safetensors")
     if name == "full":
         (out / "ControlNet").mkdir(exist_ok=True)
         widths = (320,) * 4 + (640,) * 3 + (1280,) * 5

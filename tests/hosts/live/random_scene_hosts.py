@@ -2,7 +2,8 @@
 
 Scenes are small: most images are of 64², and of four seeds the images of three are made of latents by the WebUI's own
 matrix, as its previews, instead of by the VAE. On a CPU the models are those of `forge_small.py`, and a scene takes one
-to two seconds of a core; on a GPU they have the widths that its kernels are for.
+to two seconds of a core; on a GPU they have the widths that its kernels are for. In 8 bits all of a model is as large
+as that of SD 1.5, images are larger, and the VAE makes them.
 """
 
 from __future__ import annotations
@@ -10,60 +11,35 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.webui.hosts import small_card
 
-from . import forge, forge_small, sdnext
+from . import forge, forge_small, random_scene_memory, sdnext
 from .a1111 import IMG2IMG, IN_FP32, IN_HALF, INIT, PLAIN, Round, make_data, play
+from .random_scene_a1111 import A1111
+from .random_scene_draws import (
+    APART,
+    EIGHT_APART,
+    IN_8_BITS,
+    OVERRIDES,
+    PLANS_ALIKE,
+    SAMPLERS,
+    Drawer,
+    Host,
+    Images,
+    card_of,
+    least_of,
+    settings_of,
+)
 from .test_forge import controlled
 from .webui import VAE_PLANS, WebUI, add_extension
 
 SMALL = Path(forge_small.__file__).read_text(encoding="utf-8")
-LONG = "and many more words that make it longer than the length that a text model reads at once, " * 4
-PROMPTS = ("a dog", "a ship on the sea", "a dog AND a ship:0.6", "[a dog:a ship:0.5]", LONG)
-NEGATIVE = ("", "a cat", LONG)
 CHECKPOINTS = ("one", "other", "three")
-SIZES = ((64, 64), (64, 64), (64, 64), (64, 64), (128, 128), (72, 136), (192, 64))
-SAMPLERS = ("Euler", "Euler a", "Heun", "DPM++ 2M")
-WEIGHTS = (-0.1, 0.05, 0.1, 0.2)
-"""Of LoRAs: stronger ones make of rounding another image."""
-OVERRIDES = ({"CLIP_stop_at_last_layers": 2}, {"CLIP_stop_at_last_layers": 2}, {"token_merging_ratio": 0.5})
-"""Settings of a Forge for one image."""
-APART = 0.1
-"""In fp32 on a CPU, mean of 255: a LoRA of the least weight changes four or more."""
-
-
-class Host(Protocol):
-    """A WebUI whose scenes are played without the extension and with it."""
-
-    name: str
-    flags: str
-
-    @property
-    def tolerance(self) -> float:
-        """How far images may be apart, mean of 255."""
-
-    def make_models(self, folder: Path) -> None:
-        """Models for all seeds, in a folder that is not there yet."""
-
-    def make_data(self, data: Path, models: Path) -> None:
-        """What the WebUI is started with."""
-
-    def start(self, data: Path, seed: int, *, extension: bool) -> WebUI:
-        """The WebUI for the scenes of a seed, with the extension or without."""
-
-    def ready(self, webui: WebUI) -> None:
-        """Wait until it can make images."""
-
-    def scenes(self, seed: int, count: int) -> Round:
-        """Steps that a seed stands for: each is an image, but for those that change a setting or the checkpoint."""
-
-    def named(self, webui: WebUI, steps: Round) -> Round:
-        """These steps as this WebUI takes them."""
-
-    def play(self, webui: WebUI, route: str, payload: dict[str, Any]) -> list[str]:
-        """The images of a step."""
+TINY = Images(((64, 64), (64, 64), (64, 64), (64, 64), (128, 128), (72, 136), (192, 64)))
+RESIDENT = {"SFAST_FORGE_RESIDENT": "1"}
+"""Lets Forge Neo keep half-precision weights in system memory."""
 
 
 @dataclass
@@ -78,6 +54,7 @@ class Forge:
     program: forge.Program
     latents: str
     card: float | None = None
+    eight_bits: bool = False
 
     def __post_init__(self) -> None:
         self.name, self.flags = self.program.name, self.program.flags
@@ -88,50 +65,77 @@ class Forge:
         return "cpu" in self.flags and self.card is None
 
     @property
+    def large(self) -> bool:
+        """Whether models are as large as SD 1.5."""
+        return self.eight_bits and not self.small
+
+    @property
+    def images(self) -> Images:
+        """What images are drawn from."""
+        return IN_8_BITS if self.large else TINY
+
+    @property
     def tolerance(self) -> float:
+        if self.eight_bits:
+            return EIGHT_APART
         if self.small:
             return APART
         return IN_FP32 if "fp32" in self.flags else IN_HALF
 
     def make_models(self, folder: Path) -> None:
-        forge.make_models(folder, self.program, *["small"] * self.small)
+        which = "small" if self.small else "full-pair" if self.large else None
+        forge.make_models(folder, self.program, *([which] if which else []))
 
     def make_data(self, data: Path, models: Path) -> None:
         make_data(data, models)
+        random_scene_memory.add_route(data)
         if self.small:
             add_extension(data, "small-models", f"{SMALL}\nnarrow({str(models)!r})\n")
+        if self.eight_bits:
+            add_extension(data, "with-plans-alike", PLANS_ALIKE)
 
-    def start(self, data: Path, seed: int, *, extension: bool) -> WebUI:
-        settings: dict[str, Any] = {"sd_vae_decode_method": "Full" if seed % 4 == 0 else self.latents}
+    def start(self, data: Path, seed: int, *, reference: bool) -> WebUI:
+        settings = settings_of(self, reference=reference)
+        settings["sd_vae_decode_method"] = "Full" if seed % 4 == 0 or self.large else self.latents
         # see SETTINGS of `forge.py`
         settings["CLIP_stop_at_last_layers"] = 1
-        settings |= {"sfast_allow_cpu": True} if extension else {"disabled_extensions": ["stable-fast"]}
-        name = "extended" if extension else "stock"
-        return forge.start(data, name, settings, self.program, packages=small_card(self.card))
+        if reference and not self.eight_bits:
+            settings["disabled_extensions"] = ["stable-fast"]
+        packages, name = small_card(card_of(self, reference=reference)), "reference" if reference else "compared"
+        webui = forge.start(data, name, settings, self.program, packages=packages)
+        webui.env |= RESIDENT if self.eight_bits else {}
+        return webui
 
     def ready(self, webui: WebUI) -> None:
         pass
 
     def scenes(self, seed: int, count: int) -> Round:
         # Forge fails by itself with a LoRA for another architecture
-        checkpoints = CHECKPOINTS[:2] if self.program is forge.OLD else CHECKPOINTS
-        draw = random.Random(seed)
+        checkpoints = CHECKPOINTS[:2] if self.program is forge.OLD or self.large else CHECKPOINTS
+        draw, images = random.Random(seed), self.images
+        drawer = Drawer(draw, images, self.eight_bits)
         # the first image from another differs from its repetitions by itself: Forge draws noise anew for it
         found: Round = [("", "options", {"sd_model_checkpoint": "one.safetensors"}), ("first", "img2img", IMG2IMG)]
-        checkpoint, prompts = "one", (PROMPTS[0], NEGATIVE[0])
+        checkpoint, prompts = "one", (images.prompts[0], images.negative[0])
         for number in range(count):
             if draw.random() < 0.06:
                 checkpoint = draw.choice(checkpoints)
-                found.append((f"to {checkpoint}", "options", {"sd_model_checkpoint": f"{checkpoint}.safetensors"}))
+                found.append(self._to(checkpoint))
             if draw.random() < 0.5:
-                prompts = draw.choice(PROMPTS), draw.choice(NEGATIVE)
-            found.append((f"{seed}/{number}", *self._picture(draw, *prompts, checkpoint)))
+                prompts = draw.choice(images.prompts), draw.choice(images.negative)
+            found += drawer.switches()
+            found.append((f"{seed}/{number}", *self._picture(drawer, *prompts, checkpoint)))
         return found
 
-    def _picture(self, draw: random.Random, prompt: str, negative: str, checkpoint: str) -> tuple[str, dict[str, Any]]:
-        payload = {**PLAIN, **_drawn(draw, prompt, negative, ("strong", "second"), SIZES, SAMPLERS)}
+    def _to(self, checkpoint: str) -> tuple[str, str, dict[str, Any]]:
+        return f"to {checkpoint}", "options", {"sd_model_checkpoint": f"{checkpoint}.safetensors"}
+
+    def _picture(self, drawer: Drawer, prompt: str, negative: str, checkpoint: str) -> tuple[str, dict[str, Any]]:
+        draw = drawer.draw
+        payload = {**PLAIN, **drawer.payload(prompt, negative, ("strong", "second"), SAMPLERS)}
         scripts: dict[str, Any] = {}
-        if draw.random() < 0.1 and checkpoint != "three":
+        # next to a large ControlNet, Forge Neo loads the UNet in parts, and makes wrong images with a LoRA by itself
+        if draw.random() < 0.1 and checkpoint != "three" and not self.large:
             unit = {"weight": draw.choice((0.3, 0.7)), "guidance_end": draw.choice((0.5, 1.0, 1.0))}
             scripts |= controlled(draw.choice((1, 1, 2)), **unit)
         if draw.random() < 0.05:
@@ -143,9 +147,20 @@ class Forge:
         if kind < 0.2:
             return "img2img", {**payload, "init_images": [INIT], "denoising_strength": 0.6}
         if kind < 0.3:
-            hires = {"enable_hr": True, "hr_scale": 1.5, "hr_upscaler": "None", "denoising_strength": 0.5}
+            hires = {"enable_hr": True, "hr_scale": self.images.hires, "hr_upscaler": "None", "denoising_strength": 0.5}
             return "txt2img", {**payload, **hires, "hr_cfg_scale": 7.0, "hr_additional_modules": ["Use same choices"]}
         return "txt2img", payload
+
+    def rest(self) -> Round:
+        return [self._to("one"), ("plain", "txt2img", self._plain())]
+
+    def least(self) -> tuple[str, str, dict[str, Any]]:
+        plain = self._plain()
+        return "least", "txt2img", {**plain, "prompt": f"{plain['prompt']} <lora:strong:{least_of(self.images)}>"}
+
+    def _plain(self) -> dict[str, Any]:
+        width, height = self.images.sizes[0]
+        return {**PLAIN, "width": width, "height": height, "cfg_scale": self.images.guidance[0]}
 
     def named(self, webui: WebUI, steps: Round) -> Round:
         return forge.named(webui, steps)
@@ -162,7 +177,12 @@ LORAS = {
     "tiny-xl-b": ("strong-xl",),
 }
 """By the checkpoint of SD.Next that they are for."""
+LARGE_LORAS = {"full": ("strong", "second", "loha", "dora"), "full-other": ("strong", "second", "dora")}
 OFFLOADS = ("none", "none", "balanced", "balanced", "sequential", "model", "group")
+LARGE_OFFLOADS = ("balanced", "balanced", "balanced", "model", "sequential")
+"""Without "none": before the first plan a small card has no room for everything at once."""
+TINY_PIPELINES = Images(((128, 128), (128, 128), (64, 64), (72, 136), (192, 64)))
+SDNEXT_SAMPLERS = ("Default", "Euler a", "UniPC")
 
 
 @dataclass
@@ -170,52 +190,103 @@ class SDNext:
     """SD.Next."""
 
     name = "SD.Next"
+    card: float | None = None
+    eight_bits: bool = False
 
     def __post_init__(self) -> None:
-        self.flags, self.tolerance = sdnext.FLAGS, APART if sdnext.ON_CPU else sdnext.TOLERANCE
+        self.flags = sdnext.FLAGS
+
+    @property
+    def large(self) -> bool:
+        """Whether models are as large as SD 1.5."""
+        return self.card is not None or (self.eight_bits and not sdnext.ON_CPU)
+
+    @property
+    def images(self) -> Images:
+        """What images are drawn from."""
+        return IN_8_BITS if self.large else TINY_PIPELINES
+
+    @property
+    def loras(self) -> dict[str, tuple[str, ...]]:
+        """LoRAs of each checkpoint; the first is loaded at the start."""
+        return LARGE_LORAS if self.large else LORAS
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """Its modes of offload; the first is that of the start."""
+        return LARGE_OFFLOADS if self.large else OFFLOADS
+
+    @property
+    def tolerance(self) -> float:
+        if self.eight_bits:
+            return EIGHT_APART
+        return APART if sdnext.ON_CPU and not self.large else sdnext.TOLERANCE
 
     def make_models(self, folder: Path) -> None:
-        sdnext.make_models(folder)
+        sdnext.make_models(folder, *("sd15", "sd15-other") * self.large)
 
     def make_data(self, data: Path, models: Path) -> None:
         (data / "models").symlink_to(models, target_is_directory=True)
         (data / "extensions").mkdir()
         add_extension(data, "vae-plans", VAE_PLANS)
+        random_scene_memory.add_route(data)
+        if self.eight_bits:
+            add_extension(data, "with-plans-alike", PLANS_ALIKE)
 
-    def start(self, data: Path, seed: int, *, extension: bool) -> WebUI:
-        return sdnext.start(data, {}, extension=extension)
+    def start(self, data: Path, seed: int, *, reference: bool) -> WebUI:
+        settings = settings_of(self, reference=reference)
+        if self.large:
+            settings |= {"sd_model_checkpoint": f"Diffusers/{next(iter(self.loras))}", "cuda_dtype": "FP16"}
+            settings["diffusers_offload_mode"] = self.offloads[0]
+        packages = small_card(card_of(self, reference=reference))
+        return sdnext.start(data, settings, extension=not reference or self.eight_bits, packages=packages)
 
     def ready(self, webui: WebUI) -> None:
         sdnext.model_loaded(webui, 600)
 
     def scenes(self, seed: int, count: int) -> Round:
         draw = random.Random(seed)
+        drawer = Drawer(draw, self.images, self.eight_bits)
         found: Round = []
-        checkpoint = "tiny-a"
+        checkpoint = next(iter(self.loras))
         for number in range(count):
             name, kind = f"{seed}/{number}", draw.random()
             if kind < 0.06:
-                checkpoint = draw.choice(list(LORAS))
-                found.append((f"{name} to", "options", {"sd_model_checkpoint": f"Diffusers/{checkpoint}"}))
+                checkpoint = draw.choice(list(self.loras))
+                found.append(sdnext.options(f"{name} to", sd_model_checkpoint=f"Diffusers/{checkpoint}"))
             elif kind < 0.1:
-                found.append((f"{name} offload", "options", {"diffusers_offload_mode": draw.choice(OFFLOADS)}))
-            found.append(self._picture(draw, name, checkpoint))
+                found.append(sdnext.options(f"{name} offload", diffusers_offload_mode=draw.choice(self.offloads)))
+            found += drawer.switches()
+            found.append(self._picture(drawer, name, checkpoint))
         return found
 
-    def _picture(self, draw: random.Random, name: str, checkpoint: str) -> sdnext.Step:
-        prompt, negative = draw.choice(PROMPTS), draw.choice(NEGATIVE)
-        sizes, samplers = ((128, 128), (128, 128), (64, 64), (72, 136), (192, 64)), ("Default", "Euler a", "UniPC")
-        payload = _drawn(draw, prompt, negative, LORAS[checkpoint], sizes, samplers)
+    def _picture(self, drawer: Drawer, name: str, checkpoint: str) -> sdnext.Step:
+        draw, images = drawer.draw, self.images
+        prompt, negative = draw.choice(images.prompts), draw.choice(images.negative)
+        payload = drawer.payload(prompt, negative, self.loras[checkpoint], SDNEXT_SAMPLERS)
         kind = draw.random()
         if kind < 0.2:
             return sdnext.redrawn(name, **payload, denoising_strength=0.6)
         if kind < 0.3:
-            return name, "txt2img", {**sdnext.HIRES, **payload}
+            return name, "txt2img", {**sdnext.HIRES, **payload, "hr_scale": images.hires}
         if kind < 0.45 and checkpoint in ("tiny-a", "tiny-b"):
             networks = draw.sample(("tiny-control", "tiny-control-2"), draw.choice((1, 1, 2)))
             units = [{"model": each, "strength": draw.choice((0.4, 1.0))} for each in networks]
             return sdnext.controlled(name, "controlnet", *units, **{**payload, **_square(128)})
         return sdnext.drawn(name, **payload)
+
+    def rest(self) -> Round:
+        first = next(iter(self.loras))
+        back = {"sd_model_checkpoint": f"Diffusers/{first}", "diffusers_offload_mode": self.offloads[0]}
+        return [sdnext.options(f"to {first}", **back), sdnext.drawn("plain", **self._plain())]
+
+    def least(self) -> sdnext.Step:
+        lora = f"<lora:{next(iter(self.loras.values()))[0]}:{least_of(self.images)}>"
+        return sdnext.told("least", lora, **self._plain())
+
+    def _plain(self) -> dict[str, Any]:
+        width, height = self.images.sizes[0]
+        return {"width": width, "height": height, "cfg_scale": self.images.guidance[0]}
 
     def named(self, webui: WebUI, steps: Round) -> Round:
         return steps
@@ -228,25 +299,8 @@ def _square(side: int) -> dict[str, int]:
     return {"width": side, "height": side}
 
 
-def _drawn(
-    draw: random.Random,
-    prompt: str,
-    negative: str,
-    loras: tuple[str, ...],
-    sizes: tuple[tuple[int, int], ...],
-    samplers: tuple[str, ...],
-) -> dict[str, Any]:
-    width, height = draw.choice(sizes)
-    for name in draw.sample(loras, min(len(loras), draw.choice((0, 0, 1, 1, 2)))):
-        prompt += f" <lora:{name}:{draw.choice(WEIGHTS)}>"
-    return {
-        "prompt": prompt, "negative_prompt": negative, "width": width, "height": height,
-        "seed": draw.randrange(1000), "sampler_name": draw.choice(samplers), "steps": draw.randint(2, 4),
-        "batch_size": draw.choice((1, 1, 1, 2)), "cfg_scale": draw.choice((7.0, 7.0, 1.0)),
-    }  # fmt: skip
-
-
 HOSTS: dict[str, Host] = {
+    "a1111": A1111(),
     "neo": Forge(forge.NEO, "RGB"),
     "classic": Forge(forge.CLASSIC, "Approx cheap"),
     "forge": Forge(forge.OLD, "Approx cheap"),

@@ -1,8 +1,11 @@
-"""Random scenes in a real Forge or SD.Next: `python -m hosts.live.random_scenes --host neo --scenes 1000 --seed 0`.
+"""Random scenes in a real WebUI: `python -m hosts.live.random_scenes --host neo --scenes 1000 --seed 0`.
 
 A scene is an image with a size, number, prompt, LoRAs, sampler and kind of its own, some with ControlNets, of the
 checkpoint that is loaded or of another. All are made by the WebUI alone, then by one with the extension: images must be
-the same. What fails is played again by the command that it names, with the scenes of its seed.
+the same. With --eight-bits both have the extension and compute in 8 bits, and --card is that of the second alone: what
+is compared are half-precision weights in system memory with all weights on the GPU. Before the scenes, after the first
+ones and at the end the extension is off for an image, and memory is compared. What fails is played again by the command
+that it names, with the scenes of its seed.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -23,21 +27,75 @@ from typing import Any
 
 from benchmarks import records
 
+from . import random_scene_memory
 from .a1111 import Round, apart
-from .random_scene_hosts import HOSTS, Forge, Host
+from .random_scene_draws import OURS, Host
+from .random_scene_hosts import HOSTS
+from .random_scene_memory import Resident
 from .webui import WebUI
 
 EACH = 100
 """Scenes of one seed, which a WebUI of its own makes."""
 FAILED: list[str] = []
 """In the place of images that the WebUI could not make."""
+FIRST = 8
+"""Scenes after which memory is what that at the end is compared with: by then most of what a WebUI keeps is there."""
+TOLD = ("counters", "reasons_since_start", "last_error")
+ASIDE = ("first", "plain", "least")
+"""Images that are no scenes."""
+OFF: dict[str, Any] = {"sfast_enabled": False}
+Held = dict[str, dict[str, Any]]
+"""What a WebUI at rest holds, by the time."""
 
 
-def played(host: Host, webui: WebUI, steps: Round, until: float = math.inf) -> Iterator[tuple[str, list[str]]]:
-    """The images of scenes by their names, of those that are begun before a time."""
+def at_rest(host: Host, when: str) -> Round:
+    """Steps that switch the extension off, bring the WebUI to rest and ask for its memory, and switch it on again."""
+    return [
+        ("", "options", OFF),
+        *host.rest(),
+        (when, random_scene_memory.ROUTE, {}),
+        ("", "options", {"sfast_enabled": True}),
+    ]
+
+
+def with_rests(host: Host, steps: Round) -> Round:
+    """Steps with what tells of memory: before them, after the first scenes and at the end."""
+    numbers = [i for i, (name, route, _) in enumerate(steps) if route != "options" and name not in ASIDE]
+    early = numbers[min(FIRST, len(numbers) // 2 + 1) - 1] + 1
+    settings: dict[str, Any] = {}
+    for _, route, payload in steps[:early]:
+        settings |= payload if route == "options" else {}
+    back: Round = [("", "options", settings)] if settings else []
+    # by the WebUI alone, as the plain image that it is compared with
+    seen = ("", "options", OFF), host.least()
+    return [*seen, *at_rest(host, "start"), *steps[:early], *at_rest(host, "first"), *back, *steps[early:]]
+
+
+def stock(steps: Round) -> Round:
+    """These steps as a WebUI without the extension takes them, which does not know its settings."""
+    kept = []
+    for name, route, payload in steps:
+        if route == "options":
+            payload = {key: value for key, value in payload.items() if key not in OURS}
+        if payload or route != "options":
+            kept.append((name, route, payload))
+    return kept
+
+
+def played(
+    host: Host, webui: WebUI, steps: Round, held: Held, until: float = math.inf
+) -> Iterator[tuple[str, list[str]]]:
+    """The images of scenes by their names, of those that are begun before a time.
+
+    Args:
+        held: gets what the WebUI holds.
+    """
     for name, route, payload in host.named(webui, steps):
         if time.monotonic() > until:
             return
+        if route == random_scene_memory.ROUTE:
+            held[name] = random_scene_memory.asked(webui)
+            continue
         try:
             pictures = host.play(webui, route, payload)
         except RuntimeError as error:
@@ -54,8 +112,14 @@ class Found:
     scenes: int = 0
     failed: int = 0
     """Of these, images that neither of the two could make."""
+    resident: int = 0
+    """Scenes with images of plans whose half-precision weights were in system memory."""
     worst: float = 0.0
+    distances: list[float] = field(default_factory=list)
+    least: float = math.inf
+    """How much a LoRA of the least weight changed."""
     seeds: list[int] = field(default_factory=list)
+    memory: list[Held] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -63,17 +127,26 @@ class Found:
     def add(self, other: Found) -> None:
         """Those of a further seed."""
         self.scenes, self.failed = self.scenes + other.scenes, self.failed + other.failed
+        self.resident, self.least = self.resident + other.resident, min(self.least, other.least)
         self.worst, self.seeds = max(self.worst, other.worst), sorted(self.seeds + other.seeds)
+        self.distances += other.distances
+        self.memory += other.memory
         self.counters.update(other.counters)
         self.reasons.update(other.reasons)
         self.faults += other.faults
+
+    def told(self) -> dict[str, Any]:
+        """For the report."""
+        found = {name: value for name, value in vars(self).items() if name != "distances"}
+        found["median"] = statistics.median(self.distances) if self.distances else None
+        return {**found, "least": self.least if math.isfinite(self.least) else None}
 
 
 def judge(
     found: Found, name: str, ours: list[str], stock: list[str], tolerance: float, again: str
 ) -> dict[str, Any] | None:
     """Compare the images of a scene; what is said of it."""
-    if name == "first":
+    if name in ASIDE:
         return None
     found.scenes += 1
     said: dict[str, Any] = {"scene": name, "images": len(ours), "apart": None, "fault": False}
@@ -81,14 +154,31 @@ def judge(
         found.failed += 1
     elif len(ours) != len(stock):
         said["fault"] = True
-        found.faults.append(f"{name}: {len(ours)} images, {len(stock)} without the extension; {again}")
+        found.faults.append(f"{name}: {len(ours)} images, the reference made {len(stock)}; {again}")
     else:
         difference = said["apart"] = apart(ours, stock)
         found.worst = max(found.worst, difference)
+        found.distances.append(difference)
         if not difference <= tolerance:
             said["fault"] = True
             found.faults.append(f"{name}: {difference:.2f} of 255 apart; {again}")
     return said
+
+
+def judge_run(host: Host, found: Found, expected: dict[str, list[str]], held: Held, again: str) -> None:
+    """Judge what the whole run shows: whether it could see a wrong image, whether memory leaks, and whether what it is
+    about was there at all."""
+    faults = random_scene_memory.faults(held)
+    if expected.get("plain") and expected.get("least"):
+        found.least = apart(expected["least"], expected["plain"])
+        if found.least <= host.tolerance:
+            faults.append(f"a LoRA of the least weight changes {found.least:.2f} of 255: nothing wrong would be seen")
+    elif "plain" in expected:
+        faults.append("the image with a LoRA of the least weight was not made: nothing tells what would be seen")
+    if host.eight_bits and host.card is not None and not found.resident:
+        faults.append("nothing was resident: the run shows nothing")
+    found.faults += [f"{fault}; {again}" for fault in faults]
+    found.memory.append(held)
 
 
 def compare(
@@ -100,32 +190,40 @@ def compare(
     seconds: float = math.inf,
     say: Callable[[dict[str, Any]], None] = lambda said: None,
 ) -> Found:
-    """Play the scenes of a seed without the extension and with it.
+    """Play the scenes of a seed in the reference, then in the WebUI that is compared with it.
 
     Args:
         again: the arguments that play them again.
-        seconds: after these no further scene is begun, without the extension after a fourth of what both starts leave
-            of them: to make plans takes longer than such small images.
+        seconds: after these no further scene is begun, in the reference without the extension after a fourth of what
+            both starts leave of them: to make plans takes longer than such small images. In 8 bits both make them: it
+            is two fifths, as weights on a small card move.
         say: told of each scene as it is judged, and of the counters at the end.
     """
-    found, steps, began = Found(seeds=[seed]), host.scenes(seed, count), time.monotonic()
-    with host.start(data, seed, extension=False) as webui:
+    found, began = Found(seeds=[seed]), time.monotonic()
+    steps, held, resident = with_rests(host, host.scenes(seed, count)), Held(), Resident()
+    with host.start(data, seed, reference=True) as webui:
         host.ready(webui)
         now = time.monotonic()
-        expected = dict(played(host, webui, steps, now + (seconds - 2 * (now - began)) / 4))
-    with host.start(data, seed, extension=True) as webui:
+        until = now + (seconds - 2 * (now - began)) * (0.4 if host.eight_bits else 0.25)
+        expected = dict(played(host, webui, steps if host.eight_bits else stock(steps), {}, until))
+    with host.start(data, seed, reference=False) as webui:
         host.ready(webui)
-        for name, pictures in played(host, webui, steps, began + seconds):
+        for name, pictures in played(host, webui, steps, held, began + seconds):
             if name not in expected:
                 break
             if said := judge(found, name, pictures, expected[name], host.tolerance, again):
+                said["resident"] = resident.ran(webui.get("/sfast/v1/status"))
+                found.resident += said["resident"]
                 say(said)
         status = webui.get("/sfast/v1/status")
+        # whatever time is left: this is what the run is for
+        list(played(host, webui, at_rest(host, "end"), held))
+    judge_run(host, found, expected, held, again)
     found.counters.update(status["counters"])
     found.reasons.update(status["reasons_since_start"])
     if status["last_error"] is not None:
         found.faults.append(f"{status['last_error']}; {again}")
-    say({"seed": seed, **{name: status[name] for name in ("counters", "reasons_since_start", "last_error")}})
+    say({"seed": seed, "memory": held, **{name: status[name] for name in TOLD}})
     return found
 
 
@@ -140,15 +238,16 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="after these no further scene is begun")
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="models of several runs; made if missing")
     parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated on a GPU")
+    parser.add_argument("--eight-bits", action="store_true", help="8 bits on; on the card next to the GPU as it is")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--lines", type=Path, metavar="FILE", help="a line of JSON is added for each scene")
     options = parser.parse_args(given)
     host, began, found = HOSTS[options.host], time.monotonic(), Found()
-    if options.card is not None and isinstance(host, Forge):
-        host.card = options.card
+    host.card, host.eight_bits = options.card, options.eight_bits
 
     def tell() -> None:
-        told = {"host": host.name, "flags": host.flags, "card_gib": options.card, **vars(found)}
+        told = {"host": host.name, "flags": host.flags, "card_gib": options.card, "eight_bits": options.eight_bits}
+        told |= {"tolerance": host.tolerance, **found.told()}
         told["seconds"] = round(time.monotonic() - began)
         told["core_seconds"] = round(sum(os.times()[2:4]))
         print(json.dumps(told), flush=True)
@@ -171,6 +270,7 @@ def main(given: Sequence[str] | None = None) -> int:
             host.make_data(data, models)
             again = f"--host {options.host} --scenes {count} --each {options.each} --seed {seed}"
             again += f" --card {options.card:g}" if options.card else ""
+            again += " --eight-bits" * options.eight_bits
             try:
                 return compare(host, data, seed, count, again, options.seconds, say)
             except (OSError, RuntimeError) as error:

@@ -122,7 +122,7 @@ def python() -> str:
 
 
 def make_models(folder: Path, *full: str) -> None:
-    """Fill a folder with all of the tiny models, or with large ones: "sd15", "sdxl", see `sdnext_full.py`."""
+    """Fill a folder with all of the tiny models, or with large ones, see `sdnext_full.py`."""
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if not full:
         offline["OMP_NUM_THREADS"] = "1"
