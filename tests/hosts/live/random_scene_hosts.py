@@ -38,8 +38,6 @@ from .webui import VAE_PLANS, WebUI, add_extension
 SMALL = Path(forge_small.__file__).read_text(encoding="utf-8")
 CHECKPOINTS = ("one", "other", "three")
 TINY = Images(((64, 64), (64, 64), (64, 64), (64, 64), (128, 128), (72, 136), (192, 64)))
-RESIDENT = {"SFAST_FORGE_RESIDENT": "1"}
-"""Lets Forge Neo keep half-precision weights in system memory."""
 
 
 @dataclass
@@ -102,9 +100,7 @@ class Forge:
         if reference and not self.eight_bits:
             settings["disabled_extensions"] = ["stable-fast"]
         packages, name = small_card(card_of(self, reference=reference)), "reference" if reference else "compared"
-        webui = forge.start(data, name, settings, self.program, packages=packages)
-        webui.env |= RESIDENT if self.eight_bits else {}
-        return webui
+        return forge.start(data, name, settings, self.program, packages=packages)
 
     def ready(self, webui: WebUI) -> None:
         pass
