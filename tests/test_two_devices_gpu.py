@@ -97,14 +97,22 @@ def test_a_plan_takes_no_memory_of_the_other_card(both, busy):
 
 
 def test_both_at_once_from_two_threads(both):
-    models, found, failed = both(), {}, []
+    models, found, failed, served = both(), {}, [], {}
     ready = threading.Barrier(2)
+
+    def played(model: Model, steps: int) -> float:
+        return max(model.off(step % 9, (16, 24)[step // 20 % 2]) for step in range(steps))
 
     def run(model: Model) -> None:
         try:
             ready.wait(30)
             with torch.inference_mode():
-                found[model.device] = max(model.off(step % 9, (16, 24)[step // 20 % 2]) for step in range(80))
+                # while one makes its plans, calls of the other may run the original
+                first = played(model, 40)
+                ready.wait(120)
+                before = model.counter("replays") + model.counter("eager_runs")
+                found[model.device] = max(first, played(model, 80))
+                served[model.device] = model.counter("replays") + model.counter("eager_runs") - before
         except BaseException as exc:
             failed.append(exc)
 
@@ -115,8 +123,7 @@ def test_both_at_once_from_two_threads(both):
         each.join()
     assert not failed and len(found) == 2 and max(found.values()) < HALF
     for model in models:
-        # a graph is captured once it pays, which on a busy machine takes longer
-        assert model.counter("captures") == 2 and model.counter("replays") + model.counter("eager_runs") >= 70
+        assert model.counter("captures") == 2 and served[model.device] == 80, model.accelerator.report.as_dict()
         assert model.accelerator.report.as_dict()["last_error"] is None
 
 

@@ -1,7 +1,5 @@
-"""Serves one call of a module: by a plan, or by the original forward, after which a plan may be built.
-
-The states of a call are those of `plan_finder`.
-"""
+"""Serves one call of a module: by a plan, or by the original forward, after which a plan may be built. The states of a
+call are those of `plan_finder`."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from sfast_ext.kernels.backend import precompile
 from sfast_ext.plans.payback import PAID_AFTER, CaptureBackoff, RareCalls
 from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted
-from sfast_ext.reasons import NEW_KIND
+from sfast_ext.reasons import NEW_KIND, NO_ROOM
 from sfast_ext.report import at, current, rehearsing, stage
 from sfast_ext.runtime import residency
 from sfast_ext.runtime.eight_bits import is_due
@@ -140,14 +138,16 @@ class CallServer:
             self._report.bypassed(NEW_KIND())
             self._cache.waiting = Waiting(lookup.key.signature, lookup.key.device, self._builder.label(lookup))
             return False
+        if residency.lacks_room(self._context, key):
+            self._report.bypassed(NO_ROOM())
+            return False
         if not lock.acquire(blocking=False):
             return False
         begins = False
         try:
             # another thread may have made it since it was looked up
-            settled = key in self._cache.plans or key in self._cache.rejected
-            rare = config.rare_calls
-            begins = not (settled or (rare and not self._rare.take(key, config.rare_gain, config.rare_build_ms)))
+            if key not in self._cache.plans and key not in self._cache.rejected:
+                begins = not config.rare_calls or self._rare.take(key, config.rare_gain, config.rare_build_ms)
         finally:
             if not begins:
                 lock.release()

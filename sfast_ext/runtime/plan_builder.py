@@ -140,8 +140,7 @@ class PlanBuilder:
             # the key is not rejected: they may be back at the next call
             context.report.bypassed(reasons.WEIGHTS_SPLIT(away, device))
             return
-        resident = lookup.key.eight_bits and residency.wanted(context, device)
-        if not resident and residency.is_full(context, device):
+        if residency.lacks_room(context, lookup.key):
             # the key is not rejected: there may be room at the next call
             context.report.bypassed(reasons.NO_ROOM())
             return

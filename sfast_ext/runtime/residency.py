@@ -25,6 +25,7 @@ from sfast_ext.kernels.eight_bits import quantise_weights
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.plan import Plan
 from sfast_ext.runtime.model_state import ModuleContext
+from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.weights.aside import Hidden
 from sfast_ext.weights.banks import Bank
 from sfast_ext.weights.weight import WeightsAway, WeightsInUse
@@ -49,6 +50,12 @@ def is_full(context: ModuleContext, device: torch.device) -> bool:
     """Whether there is too little memory to make a plan."""
     spare = spare_bytes(context, device)
     return spare is not None and spare < 0
+
+
+def lacks_room(context: ModuleContext, key: PlanKey) -> bool:
+    """Whether a call has too little memory for a plan. It is asked before the original runs, too: what is read of the
+    model for a plan takes longer than some steps."""
+    return not (key.eight_bits and wanted(context, key.device)) and is_full(context, key.device)
 
 
 def bytes_of(module: nn.Module) -> int:

@@ -176,6 +176,16 @@ MUTATIONS = [
         "int(room(device) - _MIN_ROOM * bytes_of(context.module))", "int(room(device))", _ROOM,
     ),
     Mutation(
+        "a model that is read for a plan that has no room", "runtime/call_server.py",
+        "if residency.lacks_room(self._context, key):", "if False:",
+        ("runtime/test_short_of_memory.py::test_no_plan_is_tried_without_room_for_it_and_one_is_made_when_there_is",),
+    ),
+    Mutation(
+        "memory that is gone when a plan is made", "runtime/plan_builder.py",
+        "if residency.lacks_room(context, lookup.key):", "if False:",
+        ("runtime/test_short_of_memory.py::test_room_that_is_gone_after_the_original_ran",),
+    ),
+    Mutation(
         "cards without 8-bit products", "eight_bits.py", "if has < MIN_CAPABILITY:", "if False:", _CARD,
     ),
     Mutation(

@@ -7,6 +7,8 @@ from mutations import Mutation
 _IN_PLACE = "passes/test_in_place.py::"
 _USED = _IN_PLACE + "test_memory_that_is_in_use_is_not_taken"
 _ORDER = "passes/test_memory_order.py::"
+_VAE_MEMORY = "hosts/adapters/test_vae_memory.py"
+_PLANNED = (f"{_VAE_MEMORY}::test_a_plan_needs_what_its_values_take",)
 _STAYS = _ORDER + "test_what_may_not_move_or_gains_nothing_stays"
 
 MUTATIONS = [
@@ -79,5 +81,49 @@ MUTATIONS = [
         "a convolution that keeps its memory beside its norm", "passes/conv_group_norm.py",
         "match(norm) if ctx.most_bytes is None else None", "match(norm)",
         ("passes/test_conv_group_norm.py::test_where_memory_counts_they_stay_apart",),
+    ),
+    Mutation(
+        "the memory of a decode by a plan that is compared", "runtime/plan_finder.py",
+        "if any(map(self._is_compared, alike)):", "if False:", _PLANNED,
+    ),
+    Mutation(
+        "the memory of a decode by another size's plan", "runtime/plan_finder.py",
+        "if plan.shape_signature == kind]", "]", _PLANNED,
+    ),
+    Mutation(
+        "the memory of a decode whose plan is switched off", "runtime/plan_finder.py",
+        "if device is None or not self._context.config.enabled:", "if device is None:", _PLANNED,
+    ),
+    Mutation(
+        "what a plan's decode needs", "hosts/vae_memory.py",
+        "need(args[0]) if planned is None else planned", "need(args[0])", _PLANNED,
+    ),
+    Mutation(
+        "one block for a plan's decode", "hosts/vae_memory.py",
+        "if planned is None and not frees_cached:", "if not frees_cached:", _PLANNED,
+    ),
+    Mutation(
+        "banks that are freed in rounds", "hosts/gpu_room.py",
+        "graph_pool.make_room(report, why, banks=missing)", "graph_pool.make_room(report, why)",
+        (f"{_VAE_MEMORY}::test_banks_of_what_is_missing_are_freed_until_pieces_between_them_are_whole",),
+    ),
+    Mutation(
+        "a VAE's plan next to 8 bits", "hosts/vae.py",
+        "if config.eight_bits and gpu_room.is_tight() else GAIN", "if gpu_room.is_tight() else GAIN",
+        ("hosts/adapters/test_a1111_vae.py::test_next_to_8_bits_on_a_small_card_the_second_image_makes_the_plan",),
+    ),
+    Mutation(
+        "results that outgrow all before", "kernels/backend/graph_memory.py",
+        "            largest = size\n", "", ("plans/test_peak_memory.py::test_what_is_larger_than_all_before_it",),
+    ),
+    Mutation(
+        "cached memory in a run that is repeated", "plans/register_machine.py",
+        "if self._compiles and self._runs", "if self._runs",
+        ("plans/test_register_machine.py::test_the_cache_is_given_back_before_chosen_nodes_in_each_run",),
+    ),
+    Mutation(
+        "cached memory on a large card", "runtime/plan_maker.py",
+        "if config.rare_calls and environment.is_small_card(device) else ()", "if config.rare_calls else ()",
+        ("plans/test_rare_calls.py::test_on_a_small_card_a_plan_gives_cached_memory_back",),
     ),
 ]  # fmt: skip

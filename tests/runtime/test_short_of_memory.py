@@ -20,6 +20,7 @@ from sfast_ext.plans.payback import REJECTED_FOR
 from sfast_ext.plans.plan import Plan
 from sfast_ext.runtime import residency, verify
 from sfast_ext.runtime.model_state import ModuleContext
+from sfast_ext.runtime.plan_builder import PlanBuilder
 from sfast_ext.runtime.plan_runner import out_of_memory
 
 OOM = torch.cuda.OutOfMemoryError
@@ -58,17 +59,29 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
 def test_no_plan_is_tried_without_room_for_it_and_one_is_made_when_there_is(
     on: On, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = residency.bytes_of(on.ours)
+    weights, read, state = residency.bytes_of(on.ours), [], PlanBuilder.state
+    monkeypatch.setattr(PlanBuilder, "state", lambda builder: read.append(1) or state(builder))
     monkeypatch.setattr(residency, "room", lambda device: 0.29 * weights)
     on.same()
     on.same()
-    assert not on.count("captures") and not on.accelerator.plans
+    # what a plan would be made of takes longer to read than some steps
+    assert not on.count("captures") and not on.accelerator.plans and not read
     (row,) = on.accelerator.report.as_dict()["reasons_listed"]
     assert "too little memory left" in row["reason"] and row["code"] == "out-of-memory"
     monkeypatch.setattr(residency, "room", lambda device: 0.31 * weights)
     on.same()
     on.same()
-    assert on.count("captures") == 1 and on.count("replays") >= 1
+    assert on.count("captures") == 1 and on.count("replays") >= 1 and read
+
+
+def test_room_that_is_gone_after_the_original_ran(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = residency.bytes_of(on.ours)
+    rooms = iter([weights, 0.29 * weights, weights, weights])
+    monkeypatch.setattr(residency, "room", lambda device: next(rooms))
+    on.same()
+    assert not on.count("captures")
+    on.same()
+    assert on.count("captures") == 1
 
 
 def test_room_is_what_is_free_and_what_graphs_hold(on: On) -> None:
