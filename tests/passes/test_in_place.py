@@ -98,11 +98,26 @@ def of_a_view(m: Block, x: Tensor) -> Any:
     return m.norm(y), first * 2
 
 
+def of_a_part(split: Callable[..., Any]) -> Callable[..., Any]:
+    """A part is read later, of which the operator's schema does not say that it is a view."""
+
+    def forward(m: Block, x: Tensor) -> Any:
+        y = m.conv(x.sin()) * x.sum()
+        first = split(y)[0]
+        return m.norm(y), first * 2
+
+    return forward
+
+
 LEFT: dict[str, Callable[..., Any]] = {
     "read later": lambda m, x: m.norm(y := m.conv(x.sin()) * x.sum()) * y,
     "a result": lambda m, x: (m.norm(y := m.conv(x.sin()) * x.sum()), y),
     "an argument": lambda m, x: m.norm(x.reshape(1, 16, 9, 11)),
+    "an argument of more dimensions": lambda m, x: m.norm(torch.atleast_3d(x).reshape(1, 16, 9, 11)),
     "a view that is read later": of_a_view,
+    "a chunk": of_a_part(lambda y: torch.unsafe_chunk(y, 2, 1)),
+    "a split": of_a_part(lambda y: torch.unsafe_split(y, 8, 1)),
+    "a view without a check": of_a_part(lambda y: torch.ops.aten._unsafe_view(y, [2, 16, 99])),
     "a summand read later": lambda m, x: m.norm((y := m.conv(x.sin()) * x.sum()) + x.cos().repeat(1, 2, 1, 1)) * y,
     "a view as the other summand": lambda m, x: m.norm((y := m.conv(x.sin()) * x.sum()) + y.expand(2, 16, 9, 11)),
     "a sum with itself": lambda m, x: m.norm((y := m.conv(x.sin()) * x.sum()) + y),
