@@ -135,8 +135,10 @@ def decoder_bytes(widths: Sequence[int], latent: torch.Tensor) -> float:
 
 def planned_bytes(module: nn.Module, args: tuple[Any, ...]) -> float | None:
     """Bytes that a call of a VAE's part needs for its activations if its plan serves it; None if none does."""
-    accelerator = accelerator_of(module)
-    planned = None if accelerator is None else accelerator.planned_bytes(*args)
+    accelerator, planned = accelerator_of(module), None
+    # in a forward pre-hook an error would end the image, and without a plan's need there is an estimate
+    with contextlib.suppress(Exception):
+        planned = None if accelerator is None else accelerator.planned_bytes(*args)
     return None if planned is None else planned + PLANS_WORKSPACE
 
 

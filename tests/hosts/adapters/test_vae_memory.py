@@ -152,6 +152,22 @@ def test_a_plan_needs_what_its_values_take(freed: list[int], monkeypatch: pytest
     accelerator.release()
 
 
+def test_an_image_does_not_end_because_a_plans_need_is_not_known(
+    freed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> int:
+        raise RuntimeError("arguments that cannot be read")
+
+    vae, asked = of_diffusers().to("cuda"), list[float]()
+    accelerator = accelerate(vae.decoder, Config(cuda_graphs=False, rare_calls=True))
+    monkeypatch.setattr(accelerator, "planned_bytes", fail)
+    watched = vae_memory.VaeMemory(lambda needed, in_one: asked.append(needed))
+    watched.watch([vae])
+    decoded(vae)
+    assert asked == [gpu_room.decoder_bytes((8, 16, 32), torch.zeros(1, 4, 4, 4))]
+    accelerator.release()
+
+
 @pytest.mark.parametrize("others", [0.0, 7.0])
 def test_next_to_weights_in_8_bits_room_is_made_in_one(
     freed: list[int], monkeypatch: pytest.MonkeyPatch, others: float
