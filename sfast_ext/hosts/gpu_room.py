@@ -39,7 +39,7 @@ GAPS = 1.25
 and not into 2.8."""
 
 MAX_ROUNDS = 4
-"""Times that banks of what is missing are freed, before all are."""
+"""Times that as many bytes of banks are freed as are missing, before all banks are."""
 
 _LARGE = 256 << 20
 """A need of fewer bytes is met as it comes."""
@@ -79,7 +79,7 @@ def givers(needed: float, report: Report, why: str) -> list[Callable[[], object]
 
 
 def free_pieces(needed: float, report: Report, why: str) -> None:
-    """Free further banks while so many bytes are free, but in pieces between them, which hold no values of a VAE."""
+    """Free further banks until so many bytes are free in whole blocks. Pieces between banks hold no values of a VAE."""
     torch.cuda.empty_cache()
     for _ in range(MAX_ROUNDS):
         missing = needed - torch.cuda.mem_get_info(host_gpu.device())[0]

@@ -82,7 +82,7 @@ class Vaes:
             enabled=config.enabled and config.vae,
             cuda_graphs=False,
             rare_calls=True,
-            # on a small card it needs less memory than the original, which 8-bit weights give way to
+            # on a small card 8-bit weights give way to the VAE, and a plan needs less memory than the original
             rare_gain=math.inf if config.eight_bits and gpu_room.is_tight() else GAIN,
             # a VAE's activations come near the largest number of float16, and partial sums nearer; 8 bits show in an
             # image at once, which no later step corrects

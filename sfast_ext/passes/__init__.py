@@ -75,7 +75,7 @@ class Phase(IntEnum):
     """Replace what is left of convolutions, upsampling and attention by GEMMs, by kernels of this project or by a
     library, with what can still be fused into them."""
     MEMORY = 5
-    """Where memory counts (`PassContext.most_bytes`): need less at one time, by the order and by results in the memory
+    """If memory counts (`PassContext.most_bytes`): need less at one time, by the order and by results in the memory
     of operands. Passes of other phases do not expect kernels that write to their operands."""
 
 

@@ -35,7 +35,7 @@ def conv_group_norm(norm: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bo
     Pattern: (sum, normed) = add_group_norm.launch(conv2d.launch(x, weight), bias, residual, 1.0, ...)
     Replacement: (sum, normed) = kernel.launch(x, weight, bias, residual, ...)
 
-    Where memory counts, convolution and norm stay apart, so that the norm takes the convolution's memory (`in_place`).
+    If memory counts, convolution and norm stay apart, so that the norm takes the convolution's memory (`in_place`).
     """
     found = match(norm) if ctx.most_bytes is None else None
     if found is None or found.conv in pinned:

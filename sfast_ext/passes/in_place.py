@@ -1,6 +1,6 @@
 """Group norms whose result takes the memory of their operand.
 
-Only where memory counts: in a plan with a CUDA graph the graph pool gives the memory to other values anyway.
+Only if memory counts: in a plan with a CUDA graph the graph pool gives the memory to other values anyway.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .context import PassContext
 
 FRESH = frozenset(x.launch for x in (conv2d, mma_conv2d, upsample_conv2d, narrow_conv, bias_add))
-"""Kernels whose result is new memory, on each of their ways."""
+"""Kernels whose result is in new memory, whichever way they take."""
 
 
 def in_place(gm: fx.GraphModule, ctx: PassContext) -> int:

@@ -1,4 +1,4 @@
-"""The order of a graph's operations, where memory counts.
+"""The order of a graph's operations, if memory counts.
 
 The original computes a residual block's shortcut last, so the block's input stays until the end. Computed first, it
 leaves the input's memory to the block's first norm.
@@ -27,10 +27,10 @@ Change = Callable[[], None]
 
 
 def memory_order(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Moves operations to right behind their last inputs, if the graph then needs less memory at one time.
+    """Moves operations to the place right after their last input, if the graph then needs less memory at one time.
 
     Pattern: a value that is held while the most memory is needed, and read later
-    Replacement: what reads it comes earlier
+    Replacement: the operations that read it come earlier
 
     Pattern: (sum, normed) = add_group_norm.launch(x, bias, residual, scale, ...), held while the most memory is needed
     Replacement: sum = bias_add.launch(x, bias, residual, scale); normed = group_norm.launch(sum, ...)

@@ -41,7 +41,7 @@ class Plan:
             and `rebuild_output`.
         fused: the number of matches of each pass.
         triton: whether the graph was rewritten for Triton's kernels; otherwise none is launched.
-        outgrowing: see `graph_facts.outgrowing`. Before each of these the allocator's cache is given back.
+        outgrowing: see `graph_memory.outgrowing`. Before each of these the allocator's cache is given back.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Plan:
         self.ms_after: float | None = None
         self.first_call_s: float | None = None
         self.peak_bytes: int | None = None
-        """Bytes that its values need at one time, inputs, weights and the workspaces of libraries aside; None if its
-        calls are not rare, see `Config.rare_calls`."""
+        """Bytes that its values need at one time, without inputs, weights and libraries' workspaces; None if its calls
+        are not rare, see `Config.rare_calls`."""
         self._peak_bytes = peak_bytes(graph_module.graph) if device.type == "cuda" else 0
         self._operations, self._digest = operation_counts(graph_module.graph), digest(graph_module)
         self.edits: tuple[Any, ...] = ()
@@ -113,7 +113,7 @@ class Plan:
         """What runs the graph: the interpreter, or a recorded run."""
         self._warm = threading.local()
         """Whether the capture needs no run before it in this thread: libraries have handles and choices for each."""
-        # what is recorded is launches alone
+        # only launches are recorded
         self._recorded: bool | None = False if outgrowing else None
         """Whether launches are repeated; None if that was not decided yet."""
         self._eager_runs = 0

@@ -51,7 +51,7 @@ def make_plan(
     arena.order.plan()
     graph = captured.graph_module.graph
     triton = _uses_triton(graph, device, config)
-    # each order of the original's operations needs as much
+    # each order of the original's operations needs as much at least
     most = step_bytes(graph) if config.rare_calls else None
     context = PassContext(arena, device, triton, faster_sums=config.faster_sums, most_bytes=most)
     context.eight_bits = selection

@@ -53,8 +53,8 @@ def is_full(context: ModuleContext, device: torch.device) -> bool:
 
 
 def lacks_room(context: ModuleContext, key: PlanKey) -> bool:
-    """Whether a call has too little memory for a plan. It is asked before the original runs, too: what is read of the
-    model for a plan takes longer than some steps."""
+    """Whether a call has too little memory for a plan. This is asked before the original runs, too: to read
+    the model for a plan takes longer than some steps."""
     return not (key.eight_bits and wanted(context, key.device)) and is_full(context, key.device)
 
 

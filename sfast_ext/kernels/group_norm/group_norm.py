@@ -108,7 +108,7 @@ def room(out: Tensor | None, x: Tensor, inner: Tensor, dtype: torch.dtype) -> Te
     needed."""
     if out is None or out.dtype != dtype or out.shape != x.shape:
         return None
-    if out is x or is_dry_run():  # there each argument is a stand-in of its own
+    if out is x or is_dry_run():  # each argument is a separate stand-in there
         return inner
     return channels_inner(out) if out.is_contiguous(memory_format=torch.channels_last) else None
 

@@ -227,8 +227,8 @@ def normalise(
     parts; `norm` is contiguous.
 
     partial is (2, N, parts, groups): means and sums of squared deviations of x + shift. One launch, or two if the
-    parts are many. The result has x's shape; it is written to `out`, if that is given, which may be x: a program loads
-    its values before it stores theirs.
+    parts are many. The result has x's shape; it is written to `out`, if that is given. `out` may be x: a program loads
+    the values of a tile before it stores its result.
     """
     images, channels, groups = x.shape[0], x.shape[-1], partial.shape[-1]
     pixels, group_width = x.numel() // (images * channels), channels // groups
