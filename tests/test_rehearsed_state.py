@@ -7,6 +7,7 @@ import torch
 from stateful import CHANGES, Kept, built, fast, run, summary
 
 from sfast_ext.report import rehearsal
+from sfast_ext.runtime import residency
 
 # what cannot be wound back, and is not changed by a capture either: only a run of the original does it
 FORWARD_ONLY = {"itertools.count", "itertools.cycle", "a generator", "a weak dictionary"}
@@ -34,4 +35,17 @@ def test_the_first_call_may_be_a_rehearsal(name):
     with rehearsal():
         run(model, 1)
     assert summary(kept) == before and not isinstance(kept.tensor, torch._subclasses.FakeTensor)
+    accelerator.release()
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - FORWARD_ONLY))
+def test_a_rehearsal_for_which_there_is_no_room_leaves_no_trace(name, monkeypatch):
+    monkeypatch.setattr(residency, "is_full", lambda context, device: True)
+    kept = Kept()
+    before = summary(kept)
+    model = built(CHANGES[name], kept)
+    accelerator = fast(model)
+    with rehearsal():
+        run(model, 1)
+    assert summary(kept) == before and not accelerator.plans
     accelerator.release()

@@ -60,9 +60,8 @@ SILENT_ALIAS = (
     overloads("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "einsum", "type_as", "pad")
     | overloads("reshape_as", "view_as", "_unsafe_view", "unsafe_chunk", "unsafe_split.Tensor", "sum_to_size")
     | overloads("unsafe_split_with_sizes", "broadcast_tensors", "meshgrid", "meshgrid.indexing", "cartesian_prod")
-    | overloads("atleast_1d", "atleast_1d.Sequence", "atleast_2d", "atleast_2d.Sequence")
-    | overloads("atleast_3d", "atleast_3d.Sequence", "chain_matmul", "pixel_shuffle", "pixel_unshuffle")
-    | overloads("conj_physical", "lift", "to_dense", "flatten_dense_tensors", "unflatten_dense_tensors")
+    | overloads(*(f"atleast_{n}d{kind}" for n in (1, 2, 3) for kind in ("", ".Sequence")), "conj_physical", "lift")
+    | overloads("chain_matmul", "pixel_shuffle", "pixel_unshuffle", "flatten_dense_tensors", "unflatten_dense_tensors")
     | overloads(*(f"_cast_{name}" for name in ("Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")))
 )
 # Their results depend on strides, so no rewrite may change the layout of a value that they read.

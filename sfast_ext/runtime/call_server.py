@@ -118,10 +118,10 @@ class CallServer:
             self._failures.failed(exc, lookup, building=False)
 
         if state is ReplayState.BYPASS or lookup is None:
-            return self._rehearsed(args, kwargs) if rehearsing() else self.run_original(*args, **kwargs)
+            return self._leaving_no_trace(lambda: self.run_original(*args, **kwargs))
         building = lookup
         if not self._guarded(lambda: self._begin_to_build(building), False):
-            return self._without_plan(lookup, args, kwargs, build=False)
+            return self._leaving_no_trace(lambda: self._without_plan(building, args, kwargs, build=False))
         try:
             with gc_paused():
                 return self._without_plan(lookup, args, kwargs, build=True)
@@ -292,11 +292,11 @@ class CallServer:
             self._report.error(stage(), exc)
             return None
 
-    def _rehearsed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The original's result for a call that no user made. It leaves no trace."""
-        state = self._state()
+    def _leaving_no_trace(self, run: Callable[[], Any]) -> Any:
+        """The result of a run of the original. It leaves no trace if no user made the call."""
+        state = self._state() if rehearsing() else None
         try:
-            return self.run_original(*args, **kwargs)
+            return run()
         finally:
             if state is not None:
                 state.put_back()

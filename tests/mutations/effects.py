@@ -17,6 +17,7 @@ _ELSEWHERE = ("test_state_changes.py::test_what_is_kept_elsewhere_is_what_is_kep
 _REHEARSED = (
     "test_rehearsed_state.py::test_the_first_call_may_be_a_rehearsal",
     "test_rehearsed_state.py::test_a_rehearsal_leaves_what_a_processor_keeps_as_it_was",
+    "test_rehearsed_state.py::test_a_rehearsal_for_which_there_is_no_room_leaves_no_trace",
 )
 _CONTAINERS = "test_argument_containers.py::"
 
@@ -222,9 +223,16 @@ MUTATIONS = [
     Mutation(
         "a rehearsal of a bypassed call leaves what it changed",
         "runtime/call_server.py",
-        "            return self._rehearsed(args, kwargs) if rehearsing() else self.run_original(*args, **kwargs)",
+        "            return self._leaving_no_trace(lambda: self.run_original(*args, **kwargs))",
         "            return self.run_original(*args, **kwargs)",
-        _REHEARSED[1:],
+        _REHEARSED[1:2],
+    ),
+    Mutation(
+        "a rehearsal of a call that gets no plan leaves what it changed",
+        "runtime/call_server.py",
+        "return self._leaving_no_trace(lambda: self._without_plan(building, args, kwargs, build=False))",
+        "return self._without_plan(building, args, kwargs, build=False)",
+        _REHEARSED[2:],
     ),
     Mutation(
         "fake tensors stay in a hidden place",

@@ -137,7 +137,7 @@ def test_so_does_the_norm_of_a_sum(what: str) -> None:
     assert all(relative(a, b) < 1e-3 for a, b in zip(traced.outputs(), before, strict=True))
 
 
-def test_where_memory_counts_they_stay_apart() -> None:
+def test_if_memory_counts_they_stay_apart() -> None:
     # so that the norm takes the convolution's memory
     traced = traced_until(NORMED["a bias"][0])
     traced.ctx.most_bytes = 1 << 40

@@ -140,7 +140,7 @@ def test_memory_that_something_writes_to_is_not_taken() -> None:
     assert traced.rewrite(in_place) == 0
 
 
-def test_a_result_of_another_dtype_needs_memory_of_its_own() -> None:
+def test_a_result_of_another_dtype_needs_separate_memory() -> None:
     half = X.to(torch.bfloat16)
     traced = Traced(Block(lambda m, x: F.group_norm(m.conv(x.sin()).float(), 4)).to(torch.bfloat16), half)
     traced.ctx.most_bytes = 1 << 40

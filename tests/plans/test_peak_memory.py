@@ -121,7 +121,7 @@ def test_what_is_larger_than_all_before_it(monkeypatch):
     # too small, the first large one, no larger, larger in its second result
     graph = graph_of((torch.neg, X), (torch.cos, two), (torch.sin, two), (kernel, (X, four), 1), (torch.tan, four))
     assert [node.target for node in graph_memory.outgrowing(graph)] == [torch.cos, kernel]
-    # a view has no memory of its own
+    # a view has no separate memory
     view = Traced(lambda x: x.expand(4, 256).sum(0), X).graph
     assert graph_memory.outgrowing(view) == []
 
