@@ -137,7 +137,7 @@ def normalised(
     """
     a, images, channels, pixels = inputs.a, inputs.a.shape[0], inputs.channels, inputs.pixels
     width = channels // groups
-    pack = inputs.pack(width, norm.weight, norm.bias)
+    pack = inputs.pack(width, norm.weight, norm.bias, out)
     one = None if inputs.fused and pixels > _WHOLE_PIXELS else whole(pixels, width, pack, a.dtype)
     if (one is None and patches) or max(images, groups) > MAX_GRID_YZ or not accepts_size(pixels, channels):
         return None

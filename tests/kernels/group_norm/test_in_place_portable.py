@@ -87,6 +87,26 @@ def test_group_norm_over_other_memory(launched, launches):
     close(wide, expected(group_norm, x, 8, None, None, 1e-5), scale=20)
 
 
+@pytest.mark.parametrize("launches", [2], indirect=True)
+@pytest.mark.parametrize(("offset", "pack"), [(0, 8), (4, 4), (1, 1)])
+def test_accesses_are_aligned_in_the_memory_that_is_given(offset, pack, launches, monkeypatch):
+    packs: list[int] = []
+
+    def launch(source, grid, *args, **constants):
+        packs.append(constants["PACK"])
+        cuda_on_cpu.launch(source, grid, *args, **constants)
+
+    monkeypatch.setattr(nvrtc.Source, "_launch", launch)
+    monkeypatch.setattr(nvrtc.Source, "supported", lambda source, device: True)
+    x = image((1, 64, 5, 7), torch.float16)
+    memory = torch.empty(x.numel() + offset, dtype=x.dtype)[offset:]
+    room = memory.view(1, 5, 7, 64).permute(0, 3, 1, 2)
+    with triton_runtime.without_triton():
+        found = group_norm.launch(x, 8, None, None, 1e-5, out=room)
+    assert found.data_ptr() == room.data_ptr() and packs == [pack, pack]
+    close(found, expected(group_norm, x, 8, None, None, 1e-5), scale=2)
+
+
 @each_way
 @each_dtype
 @pytest.mark.parametrize("shape", [(2, 320, 4, 6), (1, 30, 9, 7)], ids=str)
