@@ -172,4 +172,9 @@ MUTATIONS = [
         "given.put_back()", "pass",
         ("runtime/test_resident_compared.py::test_a_comparison_that_fails_leaves_lists_as_they_were",),
     ),
+    Mutation(
+        "parameters of a module that is gone", "plans/graph_facts.py",
+        "for node in [*graph_module.graph.nodes, *named]:", "for node in graph_module.graph.nodes:",
+        ("hosts/adapters/test_forge_resident_memory.py::test_while_it_is_on",),
+    ),
 ]
