@@ -13,6 +13,7 @@ from torch import fx
 
 from hosts.adapters.test_forge_resident import SIZE, SMALL, Running, of, on, room  # noqa: F401
 from sfast_ext.accelerator import Accelerator
+from sfast_ext.hosts.forge import adapter as forge
 from sfast_ext.plans.plan import Plan
 from sfast_ext.weights.banks import Bank
 from sfast_ext.weights.weight import Weight
@@ -70,7 +71,9 @@ def test_while_it_is_on(on: Running) -> None:  # noqa: F811
     on.host.memory.unload_all_models()
     pictures(on)
     assert on.away and held(on) <= away + banks + SMALL
-    assert on.counter("errors") == 0
+    report = on.session.report
+    forge.ForgeSession.stop()
+    assert report.counter("errors") == 0
 
 
 @room(1.6, 1.25)
