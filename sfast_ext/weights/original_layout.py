@@ -90,7 +90,7 @@ class OriginalLayouts:
         """Move a tensor to separate memory, with its original strides."""
         with torch.inference_mode(False), torch.no_grad():
             # of a weight that was expanded, what it was expanded from
-            first = tensor.detach()[tuple(slice(None if stride else 1) for stride in original)]
+            first = live_tensor(tensor)[tuple(slice(None if stride else 1) for stride in original)]
             own = torch.empty_strided(first.shape, original, dtype=tensor.dtype, device=tensor.device)
             set_data(tensor, own.copy_(first).expand(tensor.shape))
         self._moved.pop(id(tensor), None)

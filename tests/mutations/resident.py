@@ -172,4 +172,14 @@ MUTATIONS = [
         "given.put_back()", "pass",
         ("runtime/test_resident_compared.py::test_a_comparison_that_fails_leaves_lists_as_they_were",),
     ),
+    Mutation(
+        "parameters of a module that is gone", "plans/graph_facts.py",
+        "for node in [*graph_module.graph.nodes, *named]:", "for node in graph_module.graph.nodes:",
+        ("hosts/adapters/test_forge_resident_memory.py::test_while_it_is_on",),
+    ),
+    Mutation(
+        "weights that a host made in inference mode", "weights/original_layout.py",
+        "first = live_tensor(tensor)[", "first = tensor.detach()[",
+        ("weights/test_original_layout.py::test_a_tensor_of_inference_mode_is_brought_home",),
+    ),
 ]

@@ -34,6 +34,16 @@ def test_a_tensor_is_brought_home(layouts):
     assert layouts.strides_of(parameter) is None and layouts.is_original(parameter, ROWS)
 
 
+def test_a_tensor_of_inference_mode_is_brought_home(layouts):
+    with torch.inference_mode():
+        parameter = nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+    # as `Module.to` gives it outside of inference mode
+    parameter.data = torch.arange(24.0).view(4, 6).t().contiguous().t()
+    layouts.record(parameter, ROWS, ["weight"])
+    layouts.restore(parameter, ROWS)
+    assert parameter.stride() == ROWS and torch.equal(parameter.detach(), torch.arange(24.0).view(4, 6))
+
+
 def test_strides_go_on_to_what_is_computed_from_a_tensor(layouts):
     parameter = laid(layouts)
     replaced = nn.Parameter(parameter * 2, requires_grad=False)

@@ -39,7 +39,11 @@ def add_routes(_, app: FastAPI) -> None:
             return {"gpu": gpu, "system": None}
         # without the pages of files, such as those of a checkpoint, which the system takes back when it likes
         kept = [line.split() for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
-        return {"gpu": gpu, "system": 1024 * sum(int(each[1]) for each in kept)}
+        # of system memory, what tensors take that somebody refers to
+        found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+        storages = [x.untyped_storage() for x in found if x.device.type == "cpu" and x.layout is torch.strided]
+        tensors = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+        return {"gpu": gpu, "system": 1024 * sum(int(each[1]) for each in kept), "tensors": tensors}
 
 
 script_callbacks.on_app_started(add_routes)

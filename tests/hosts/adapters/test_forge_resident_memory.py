@@ -1,0 +1,107 @@
+"""What a UNet that Forge Neo loads with 8 bits takes of system memory: no more than one UNet and its LoRA while the
+extension is on, and afterwards what Forge takes alone."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
+from torch import fx
+
+from hosts.adapters.test_forge_resident import SIZE, SMALL, Running, of, on, room  # noqa: F401
+from sfast_ext.accelerator import Accelerator
+from sfast_ext.hosts.forge import adapter as forge
+from sfast_ext.plans.plan import Plan
+from sfast_ext.weights.banks import Bank
+from sfast_ext.weights.weight import Weight
+
+pytestmark = pytest.mark.usefixtures("proportions")
+OURS = (Accelerator, Bank, Plan, Weight, fx.Graph)
+KINDS = frozenset({torch.bfloat16, torch.int8})
+"""Those of the UNet and of its weights in 8 bits. What the tests themselves keep is in float32."""
+
+
+def held(on: Running) -> int:  # noqa: F811
+    """Bytes of all such tensors in system memory, whoever refers to them."""
+    of.cache_clear()
+    gc.collect()
+    found = {}
+    for each in gc.get_objects():
+        if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu" and each.dtype in KINDS:
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def ours() -> dict[str, int]:
+    """How many objects of ours there are."""
+    gc.collect()
+    return {kind.__name__: sum(type(each) is kind for each in gc.get_objects()) for kind in OURS}
+
+
+def pictures(on: Running, *sizes: int) -> None:  # noqa: F811
+    for size in sizes or (8, 8):
+        assert on.picture(2, size) < 0.2
+
+
+@room(1.6)
+def test_while_it_is_on(on: Running) -> None:  # noqa: F811
+    pictures(on)
+    away = held(on)
+    assert 0.5 * SIZE < away < SIZE and on.away
+    on.lora(a=1.0)
+    pictures(on)
+    with_lora = held(on)
+    assert with_lora <= away + SIZE
+    # another UNet has the plans, of the one before nothing stays
+    on.load(2)
+    pictures(on)
+    assert on.away and held(on) <= with_lora + SMALL
+    on.lora(b=0.5)
+    pictures(on, 12, 8)
+    assert on.away and held(on) <= with_lora + SMALL
+    on.lora()
+    pictures(on)
+    assert on.away and held(on) <= away + SMALL
+    # values in 8 bits stay there once they had to leave the GPU
+    banks = on.accelerator.arena.banks.bytes
+    on.host.memory.unload_all_models()
+    pictures(on)
+    assert on.away and held(on) <= away + banks + SMALL
+    report = on.session.report
+    forge.ForgeSession.stop()
+    assert report.counter("errors") == 0
+
+
+@room(1.6, 1.25)
+def test_after_it_was_turned_off(on: Running) -> None:  # noqa: F811
+    options = on.host.opts.data
+
+    def at_rest() -> tuple[int, dict[str, int]]:
+        options["sfast_enabled"] = False
+        on.lora()
+        on.load(1)
+        pictures(on, 8)
+        options["sfast_enabled"] = True
+        return held(on), ours()
+
+    start, there = at_rest()
+    pictures(on)
+    for name in ("sfast_eight_bits", "sfast_enabled"):
+        on.lora(a=-1.0)
+        pictures(on)
+        options[name] = False
+        pictures(on, 8)
+        options[name] = True
+        on.load(2)
+        pictures(on, 8, 12)
+        on.host.memory.unload_all_models()
+        pictures(on)
+        on.lora(a=0.5, b=1.0)
+        pictures(on, 8)
+        end, left = at_rest()
+        assert end <= start + SMALL and left == there
+    assert on.counter("errors") == 0
