@@ -4,6 +4,7 @@ extension is on, and afterwards what Forge takes alone."""
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,16 +25,30 @@ KINDS = frozenset({torch.bfloat16, torch.int8})
 """Those of the UNet and of its weights in 8 bits. What the tests themselves keep is in float32."""
 
 
-def held(on: Running) -> int:  # noqa: F811
-    """Bytes of all such tensors in system memory, whoever refers to them."""
-    of.cache_clear()
+_others: dict[int, torch.Tensor] = {}
+"""Tensors that other tests have left, by address. They are held: no other tensor gets their addresses."""
+
+
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    _others.update(tensors())
+    yield
+    _others.clear()
+
+
+def tensors() -> dict[int, torch.Tensor]:
+    """Such tensors in system memory by address, whoever refers to them."""
     gc.collect()
-    found = {}
-    for each in gc.get_objects():
-        if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu" and each.dtype in KINDS:
-            storage = each.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+    every = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    found = [each for each in every if each.device.type == "cpu" and each.dtype in KINDS]
+    return {each.untyped_storage().data_ptr(): each for each in found}
+
+
+def held(on: Running) -> int:  # noqa: F811
+    """The bytes of all that are there since the test began."""
+    of.cache_clear()
+    found = tensors()
+    return sum(each.untyped_storage().nbytes() for place, each in found.items() if place not in _others)
 
 
 def ours() -> dict[str, int]:
