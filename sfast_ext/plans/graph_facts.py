@@ -228,8 +228,9 @@ def bind_attributes(graph_module: fx.GraphModule) -> tuple[list[Weight], list[Ba
     for name, value in list(graph_module.__dict__.items()):
         if isinstance(value, torch.Tensor) and name not in used:
             delattr(graph_module, name)
-    # the graph has a name for each node that was erased as well
-    named = (node for node in graph_module.graph._graph_namespace._obj_to_name if isinstance(node, fx.Node))
+    # the graph has a name for each node that was erased as well (findings/torch_fx_graph_keeps_erased_nodes.sh)
+    names = getattr(getattr(graph_module.graph, "_graph_namespace", None), "_obj_to_name", ())
+    named = (node for node in names if isinstance(node, fx.Node))
     for node in [*graph_module.graph.nodes, *named]:
         # fake tensors are not needed any more, and keep the whole fake mode alive; weights that no plan reads keep the
         # parameters of a module that is gone
