@@ -40,7 +40,8 @@ ROUND: list[Step] = [
     options("from balanced", diffusers_offload_mode="none"),
     *again("no offload"),
 ]
-DECODED_BY_PLANS = ["plain 3", "img2img 1", "hires 3", "tiny-a 3", "whole 3", "no offload 3"]
+# latents of img2img are channels last, as the image that they are of: a plan for this layout is made with the second
+DECODED_BY_PLANS = ["plain 3", "img2img 3", "hires 3", "tiny-a 3", "whole 3", "no offload 3"]
 
 played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND)
 
@@ -52,7 +53,10 @@ def test_the_image_was_decoded_by_a_plan(played: Played, name: str) -> None:
 
 
 def test_what_img2img_begins_with_was_encoded_by_a_plan(played: Played) -> None:
-    assert played.gained("img2img 3", "vae_eager_runs") == 2
+    encoder = next(each for each in played.reports["img2img 3"]["accelerators"] if each["name"] == "VAE encoder")
+    # on a CPU torch's group norm loses digits in this layout (findings/torch_group_norm_channels_last_cancels.sh)
+    refused = sdnext.ON_CPU and "more than rounding explains" in (encoder["idle"] or "")
+    assert played.gained("img2img 3", "vae_eager_runs") == 2 - refused
 
 
 def test_nothing_of_it_failed_and_few_plans_were_made(played: Played) -> None:
