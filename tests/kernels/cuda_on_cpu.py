@@ -20,6 +20,7 @@ from needs import cpp_compiler, without_compiler
 
 from sfast_ext.kernels import registered
 from sfast_ext.kernels.backend import nvrtc, triton_runtime
+from sfast_ext.kernels.group_norm import portable
 
 from .compiled import FOLDER, keep
 
@@ -121,3 +122,19 @@ def as_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(nvrtc, "current_stream", lambda index: 0)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
+
+
+ONE, TWO = ["group_norm_whole"], ["group_norm_statistics", "group_norm_normalise"]
+"""The kernels of a group norm in one launch, and in two."""
+
+
+def group_norms_in(launches: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels of one way of a group norm, which is taken from here on whatever the size. Blocks are small, as each
+    thread of the GPU is one of the CPU."""
+    monkeypatch.setattr(portable, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(portable, "_WHOLE_THREADS", 512)
+    monkeypatch.setattr(portable, "_THREADS", 96)
+    if launches == 1:
+        return ONE
+    monkeypatch.setattr(portable, "whole", lambda *args: None)
+    return TWO

@@ -26,6 +26,7 @@ from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_n
 from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm, timestep_embedding
 
 from . import cuda_on_cpu, reference_cases
+from .cuda_on_cpu import ONE
 from .support import DTYPES, TOLERANCE, close, close_rows, expected, needs_products, randn
 
 CPU = torch.device("cpu")
@@ -238,24 +239,14 @@ IMAGES = [((2, 320, 8, 8), 32), ((1, 640, 5, 7), 32), ((2, 1280, 1, 1), 32), ((1
 IMAGES += [((1, 300, 3, 5), 1), ((1, 8, 40, 25), 2), ((1, 2560, 2, 3), 32)]
 
 
-ONE, TWO = ["group_norm_whole"], ["group_norm_statistics", "group_norm_normalise"]
-
-
 WAYS = [1, 2]
 each_way = pytest.mark.parametrize("launches", WAYS, ids=["one launch", "two launches"], indirect=True)
 
 
 @pytest.fixture(params=WAYS, ids=["one launch", "two launches"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels of both ways, which here are taken whatever the size; small blocks, as each thread of the GPU is one
-    of the CPU."""
-    monkeypatch.setattr(portable, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(portable, "_WHOLE_THREADS", 512)
-    monkeypatch.setattr(portable, "_THREADS", 96)
-    if request.param == 1:
-        return ONE
-    monkeypatch.setattr(portable, "whole", lambda *args: None)
-    return TWO
+    """See `cuda_on_cpu.group_norms_in`."""
+    return cuda_on_cpu.group_norms_in(request.param, monkeypatch)
 
 
 @pytest.mark.thinned

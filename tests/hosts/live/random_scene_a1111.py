@@ -14,21 +14,22 @@ from typing import Any
 
 from benchmarks.webui.hosts import small_card
 
-from . import a1111, random_scene_memory
+from . import a1111
 from .random_scene_draws import (
     APART,
     EIGHT_APART,
     IN_8_BITS,
     OVERRIDES,
-    PLANS_ALIKE,
     SAMPLERS,
     Drawer,
     Images,
+    add_scripts,
     card_of,
     least_of,
     settings_of,
+    size_of_plain,
 )
-from .webui import WebUI, add_extension
+from .webui import WebUI
 
 TINY = Images(((64, 64), (64, 64), (128, 128), (128, 64), (192, 64)))
 CHECKPOINTS = {False: ("tiny.safetensors", "tiny.ckpt"), True: ("full.safetensors", "full-other.safetensors")}
@@ -71,9 +72,7 @@ class A1111:
 
     def make_data(self, data: Path, models: Path) -> None:
         a1111.make_data(data, models)
-        random_scene_memory.add_route(data)
-        if self.eight_bits:
-            add_extension(data, "with-plans-alike", PLANS_ALIKE)
+        add_scripts(self, data)
 
     def start(self, data: Path, seed: int, *, reference: bool) -> WebUI:
         settings = {"sd_model_checkpoint": CHECKPOINTS[self.large][0], **settings_of(self, reference=reference)}
@@ -125,8 +124,7 @@ class A1111:
         return "least", "txt2img", {**plain, "prompt": f"{plain['prompt']} {lora}"}
 
     def _plain(self) -> dict[str, Any]:
-        width, height = self.images.sizes[0]
-        return {**a1111.PLAIN, "width": width, "height": height, "cfg_scale": self.images.guidance[0]}
+        return {**a1111.PLAIN, **size_of_plain(self.images)}
 
     def named(self, webui: WebUI, steps: a1111.Round) -> a1111.Round:
         return steps

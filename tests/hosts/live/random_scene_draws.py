@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from . import random_scene_memory
 from .a1111 import Round
-from .webui import WebUI
+from .webui import WebUI, add_extension
 
 LONG = "and many more words that make it longer than the length that a text model reads at once, " * 4
 PROMPTS = ("a dog", "a ship on the sea", "a dog AND a ship:0.6", "[a dog:a ship:0.5]", LONG)
@@ -75,6 +76,19 @@ IN_8_BITS = Images(
     LARGE, (-0.6, 0.3, 0.6), (3, 5), (3.0, 3.0, 1.0), ("a dog", *PROMPTS), ("", *NEGATIVE), 1.25, stays=0.7
 )
 """Larger ones would leave no room for the VAE on a card that is small for SD 1.5."""
+
+
+def size_of_plain(images: Images) -> dict[str, Any]:
+    """What a plain image is made with at rest."""
+    width, height = images.sizes[0]
+    return {"width": width, "height": height, "cfg_scale": images.guidance[0]}
+
+
+def add_scripts(host: Host, data: Path) -> None:
+    """Add the scripts that the WebUIs of all hosts have."""
+    random_scene_memory.add_route(data)
+    if host.eight_bits:
+        add_extension(data, "with-plans-alike", PLANS_ALIKE)
 
 
 class Host(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.webui.hosts import small_card
 
-from . import forge, forge_small, random_scene_memory, sdnext
+from . import forge, forge_small, sdnext
 from .a1111 import IMG2IMG, IN_FP32, IN_HALF, INIT, PLAIN, Round, make_data, play
 from .random_scene_a1111 import A1111
 from .random_scene_draws import (
@@ -23,14 +23,15 @@ from .random_scene_draws import (
     EIGHT_APART,
     IN_8_BITS,
     OVERRIDES,
-    PLANS_ALIKE,
     SAMPLERS,
     Drawer,
     Host,
     Images,
+    add_scripts,
     card_of,
     least_of,
     settings_of,
+    size_of_plain,
 )
 from .test_forge import controlled
 from .webui import VAE_PLANS, WebUI, add_extension
@@ -86,11 +87,9 @@ class Forge:
 
     def make_data(self, data: Path, models: Path) -> None:
         make_data(data, models)
-        random_scene_memory.add_route(data)
+        add_scripts(self, data)
         if self.small:
             add_extension(data, "small-models", f"{SMALL}\nnarrow({str(models)!r})\n")
-        if self.eight_bits:
-            add_extension(data, "with-plans-alike", PLANS_ALIKE)
 
     def start(self, data: Path, seed: int, *, reference: bool) -> WebUI:
         settings = settings_of(self, reference=reference)
@@ -155,8 +154,7 @@ class Forge:
         return "least", "txt2img", {**plain, "prompt": f"{plain['prompt']} <lora:strong:{least_of(self.images)}>"}
 
     def _plain(self) -> dict[str, Any]:
-        width, height = self.images.sizes[0]
-        return {**PLAIN, "width": width, "height": height, "cfg_scale": self.images.guidance[0]}
+        return {**PLAIN, **size_of_plain(self.images)}
 
     def named(self, webui: WebUI, steps: Round) -> Round:
         return forge.named(webui, steps)
@@ -225,9 +223,7 @@ class SDNext:
         (data / "models").symlink_to(models, target_is_directory=True)
         (data / "extensions").mkdir()
         add_extension(data, "vae-plans", VAE_PLANS)
-        random_scene_memory.add_route(data)
-        if self.eight_bits:
-            add_extension(data, "with-plans-alike", PLANS_ALIKE)
+        add_scripts(self, data)
 
     def start(self, data: Path, seed: int, *, reference: bool) -> WebUI:
         settings = settings_of(self, reference=reference)
@@ -281,8 +277,7 @@ class SDNext:
         return sdnext.told("least", lora, **self._plain())
 
     def _plain(self) -> dict[str, Any]:
-        width, height = self.images.sizes[0]
-        return {"width": width, "height": height, "cfg_scale": self.images.guidance[0]}
+        return size_of_plain(self.images)
 
     def named(self, webui: WebUI, steps: Round) -> Round:
         return steps

@@ -50,9 +50,13 @@ class Layer:
     weight_function: list[Callable[[torch.Tensor], torch.Tensor]] = []
     bias_function: list[Callable[[torch.Tensor], torch.Tensor]] = []
 
-    def patched(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and bias for an input, before they are patched."""
+        return self.weight, self.bias  # type: ignore[attr-defined]
+
+    def patched(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weight and bias of this call."""
-        weight, bias = self.weight, self.bias  # type: ignore[attr-defined]
+        weight, bias = self.cast(x)
         for function in self.weight_function:
             weight = function(weight)
         for function in self.bias_function:
@@ -62,12 +66,12 @@ class Layer:
 
 class Linear(nn.Linear, Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, *self.patched())
+        return nn.functional.linear(x, *self.patched(x))
 
 
 class Conv2d(nn.Conv2d, Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._conv_forward(x, *self.patched())
+        return self._conv_forward(x, *self.patched(x))
 
 
 def apply_control(h: torch.Tensor, control: Any, name: str) -> torch.Tensor:

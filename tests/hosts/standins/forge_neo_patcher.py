@@ -21,35 +21,31 @@ Backup = collections.namedtuple("Backup", ["weight", "inplace_update"])
 class Layer(forge.Layer):
     """A layer whose weights come to where its input is, if they are cast in each call."""
 
-    def given(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weight, bias = self.weight, self.bias  # type: ignore[attr-defined]
+    def cast(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, bias = super().cast(x)
         if self.parameters_manual_cast:
             weight, bias = weight.to(x.device, x.dtype), None if bias is None else bias.to(x.device, x.dtype)
-        for function in self.weight_function:
-            weight = function(weight)
-        for function in self.bias_function:
-            bias = function(bias)
         return weight, bias
 
 
 class Linear(nn.Linear, Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, *self.given(x))
+        return nn.functional.linear(x, *self.patched(x))
 
 
 class Conv2d(nn.Conv2d, Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._conv_forward(x, *self.given(x))
+        return self._conv_forward(x, *self.patched(x))
 
 
 class GroupNorm(nn.GroupNorm, Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.group_norm(x, self.num_groups, *self.given(x), self.eps)
+        return nn.functional.group_norm(x, self.num_groups, *self.patched(x), self.eps)
 
 
 class LayerNorm(nn.LayerNorm, Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.layer_norm(x, self.normalized_shape, *self.given(x), self.eps)
+        return nn.functional.layer_norm(x, self.normalized_shape, *self.patched(x), self.eps)
 
 
 def make_unet(seed: int, channels: int, levels: int | None = None, dtype: torch.dtype = HALF) -> nn.Module:

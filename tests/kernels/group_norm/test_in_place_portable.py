@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from kernels import cuda_on_cpu
+from kernels.cuda_on_cpu import TWO
 from kernels.support import DTYPES, close, expected, randn
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
@@ -14,7 +15,6 @@ from sfast_ext.kernels.group_norm import add_group_norm, group_norm, portable
 
 CPU = torch.device("cpu")
 IMAGES = [((2, 320, 8, 8), 32), ((1, 640, 5, 7), 32), ((1, 30, 9, 7), 3), ((1, 300, 3, 5), 1), ((1, 8, 40, 25), 2)]
-ONE, TWO = ["group_norm_whole"], ["group_norm_statistics", "group_norm_normalise"]
 
 pytestmark = pytest.mark.skipif(kernels.interpreted(), reason="the interpreter is Triton's")
 each_way = pytest.mark.parametrize("launches", [1, 2], ids=["one launch", "two launches"], indirect=True)
@@ -37,15 +37,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels of both ways, which here are taken whatever the size; small blocks, as each thread of the GPU is one
-    of the CPU."""
-    monkeypatch.setattr(portable, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(portable, "_WHOLE_THREADS", 512)
-    monkeypatch.setattr(portable, "_THREADS", 96)
-    if request.param == 1:
-        return ONE
-    monkeypatch.setattr(portable, "whole", lambda *args: None)
-    return TWO
+    """See `cuda_on_cpu.group_norms_in`."""
+    return cuda_on_cpu.group_norms_in(request.param, monkeypatch)
 
 
 def image(shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.0) -> Tensor:
