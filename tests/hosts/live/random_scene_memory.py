@@ -19,6 +19,31 @@ from fastapi import FastAPI
 from modules import script_callbacks
 
 
+class Mallinfo(ctypes.Structure):
+    # man 3 mallinfo2
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+
+def in_use():
+    # what somebody has of the C library's memory, and what the library keeps free
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return {}
+    mallinfo.restype = Mallinfo
+    told = mallinfo()
+    return {"malloc": told.uordblks + told.hblkhd, "malloc_free": told.fordblks}
+
+
+def pinned():
+    # torch's pinned memory, with and without what torch keeps of freed blocks
+    if not torch.cuda.is_available() or not hasattr(torch.cuda, "host_memory_stats"):
+        return {}
+    names = {"pinned": "allocated_bytes.current", "pinned_in_use": "active_bytes.current"}
+    told = torch.cuda.host_memory_stats()
+    return {name: told.get(key) for name, key in names.items()}
+
+
 def add_routes(_, app: FastAPI) -> None:
     @app.post("/sfast-scenes/memory")
     def memory():
@@ -43,7 +68,9 @@ def add_routes(_, app: FastAPI) -> None:
         found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
         storages = [x.untyped_storage() for x in found if x.device.type == "cpu" and x.layout is torch.strided]
         tensors = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-        return {"gpu": gpu, "system": 1024 * sum(int(each[1]) for each in kept), "tensors": tensors}
+        told = {"gpu": gpu, "system": 1024 * sum(int(each[1]) for each in kept), "tensors": tensors}
+        told |= {each[0].rstrip(":"): 1024 * int(each[1]) for each in kept}
+        return told | in_use() | pinned()
 
 
 script_callbacks.on_app_started(add_routes)
