@@ -243,7 +243,8 @@ class PlanFinder:
 
     def planned_bytes(self, args: tuple[Any, ...]) -> int | None:
         """See `Accelerator.planned_bytes`."""
-        device = self._context.device()
+        # the module may be in system memory, until it is called
+        device = next((each.device for each in args if isinstance(each, torch.Tensor)), None)
         if device is None or not self._context.config.enabled:
             return None
         try:

@@ -17,6 +17,7 @@ from sfast_ext.hosts.forge.memory import ClassicMemory, ForgeMemory, OldMemory, 
 from sfast_ext.hosts.forge.programs import CLASSIC, FORGE, NEO, REFORGE, Program
 from sfast_ext.hosts.forge.resident import ResidentUnet
 from sfast_ext.hosts.forge.secondary import KEPT_CONTROLNETS, SecondaryNetworks
+from sfast_ext.hosts.forge.vae_room import VaeRoom
 from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.webui_session import WebUISession
 from sfast_ext.reasons import Reason
@@ -45,10 +46,13 @@ class ForgeSession(WebUISession):
     def __init__(self, version: str, found: Examined | None = None) -> None:
         super().__init__(version, found)
         self._unets = Attachment(self._hooks_for, self.report)
-        self._secondary = SecondaryNetworks(self.PROGRAM, self.report, self._kept_controlnets)
+        self._secondary = SecondaryNetworks(
+            self.PROGRAM, self.report, self._kept_controlnets, lambda: self._vae_room.gave_way()
+        )
         small = (self._upscalers.attachment, self._previews.attachment)
         self.attachments = (self._unets, *self._secondary.attachments, *small)
         self._memory = self._make_memory((*self._secondary.attachments, self._unets), self.report)
+        self._vae_room = VaeRoom(self._memory.make_room, self.report)
         self._resident = ResidentUnet(self._unets, self.config, self._memory.unrestored, self.report)
 
     @classmethod
@@ -70,7 +74,10 @@ class ForgeSession(WebUISession):
         super()._install_memory()
         host = self.installation
         self._memory.install(host)
-        if self.FOLLOWS_RESIDENCE and host.feature(probes.RESIDENT, lambda: self._resident.install(host)):
+        if not self.FOLLOWS_RESIDENCE:
+            return
+        host.feature(probes.VAE_ROOM, lambda: self._vae_room.install(host))
+        if host.feature(probes.RESIDENT, lambda: self._resident.install(host)):
             host.feature(probes.LORA_NAMES, lambda: self._resident.install_names(host))
 
     def follows_residence(self) -> bool:

@@ -52,7 +52,7 @@ class ForgeMemory:
     def _free_memory(self, original: Callable[..., Any], memory_required: float, *args: Any, **kwargs: Any) -> Any:
         result = original(memory_required, *args, **kwargs)
         # after it: what Forge has moved off the GPU may still be held by plans
-        self._make_room(memory_required)
+        self.make_room(memory_required)
         return result
 
     def _unload_all(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ class ForgeMemory:
                 accelerator.restores_for_saving = restores
 
     def _upscale(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._make_room(gpu_room.IDLE_RESERVE)
+        self.make_room(gpu_room.IDLE_RESERVE)
         return original(*args, **kwargs)
 
     def _accelerators_in(self, patcher: Any) -> list[Accelerator]:
@@ -147,11 +147,15 @@ class ForgeMemory:
             return []
         return [found for each in self._attachments for found in each.within(model)]
 
-    def _make_room(self, needed: float) -> None:
-        if torch.cuda.is_available():
-            plans = gpu_room.givers(needed, self._report, _WHY)
-            givers = [*plans, *(each.give_memory_back for each in self._attachments)]
-            self._guarded(lambda: gpu_room.make_room(needed, givers))
+    def make_room(self, needed: float, in_one: bool = False) -> None:
+        """Have plans give memory back until so many bytes are free, in one block if asked for."""
+        if not torch.cuda.is_available():
+            return
+        plans = gpu_room.givers(needed, self._report, _WHY)
+        givers = [*plans, *(each.give_memory_back for each in self._attachments)]
+        self._guarded(lambda: gpu_room.make_room(needed, givers))
+        if in_one:
+            self._guarded(lambda: gpu_room.free_pieces(needed, self._report, _WHY))
 
     def _guarded(self, action: Callable[[], object]) -> None:
         guarded(self._report, "memory", action)

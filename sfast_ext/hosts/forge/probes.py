@@ -9,6 +9,7 @@ CONTROLNET = Feature("ControlNet", "ControlNets are not accelerated")
 RESIDENT = Feature(
     "8-bit weights alone", "8 bits need GPU memory for a second copy of the weights on small cards as well"
 )
+VAE_ROOM = Feature("a VAE's memory", "Forge moves models off the GPU for a VAE that needs less memory in a plan")
 LORA_NAMES = Feature("names of weights", "a change of LoRA takes longer with 8 bits on a small card")
 
 _FORGE: tuple[Probe, ...] = (
@@ -68,6 +69,18 @@ def _resident(patcher: str, management: str) -> tuple[Probe, ...]:
     )
 
 
+def _vae_room(vae: str, management: str) -> tuple[Probe, ...]:
+    """What `vae_room.VaeRoom` wraps and calls."""
+    return (
+        probe(f"{management}:current_loaded_models", feature=VAE_ROOM),
+        probe(f"{management}:free_memory", check=takes("memory_required", "device", "keep_loaded"), feature=VAE_ROOM),
+        probe(f"{management}:load_models_gpu", check=passes("models", "memory_required"), feature=VAE_ROOM),
+        probe(f"{vae}:VAE", check=refers_to("first_stage_model", "vae_dtype", "device", "patcher"), feature=VAE_ROOM),
+        probe(f"{vae}:VAE.decode", check=passes("self", "samples_in"), feature=VAE_ROOM),
+        probe(f"{vae}:VAE.encode", check=passes("self", "pixel_samples"), feature=VAE_ROOM),
+    )
+
+
 _LOADED_IN_PARTS = ("model_lowvram", "current_weight_patches_uuid", "weight_function")
 _BACKEND, _LDM = "backend.memory_management", "ldm_patched.modules.model_management"
 
@@ -78,6 +91,7 @@ NEO: tuple[Probe, ...] = (
     *_loads_in_parts("backend.patcher.base"),
     probe("backend.patcher.base:ModelPatcher.unpin_all_weights", check=takes("self"), feature=MEMORY),
     *_resident("backend.patcher.base", _BACKEND),
+    *_vae_room("backend.patcher.vae", _BACKEND),
     # of the extension for LoRA, which is built in
     probe("networks:model_lora_keys_unet", check=passes("model"), feature=LORA_NAMES),
     _controlnet("backend.patcher.controlnet"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -29,10 +30,13 @@ class SecondaryNetworks:
 
     Args:
         kept: how many ControlNets the WebUI keeps.
+        gave_way: asked if the original of a VAE's part is short of memory: whether the WebUI freed some.
     """
 
-    def __init__(self, program: Program, report: Report, kept: Callable[[], int]) -> None:
-        self._program, self._kept = program, kept
+    def __init__(
+        self, program: Program, report: Report, kept: Callable[[], int], gave_way: Callable[[], bool]
+    ) -> None:
+        self._program, self._kept, self._gave_way = program, kept, gave_way
         self._networks: list[nn.Module] = []
         self._hooks: dict[int, PartHooks] = {}
         self._vae: Callable[[], nn.Module | None] = _none
@@ -91,7 +95,8 @@ class SecondaryNetworks:
             hooks.new_pass()
 
     def _hooks_for_vae(self, part: nn.Module, named: Callable[[Sequence[tuple[int, ...]]], str | None]) -> Hooks:
-        return self._made(part, lambda: self._vae(), named, vae.MARKS)
+        hooks = self._made(part, lambda: self._vae(), named, vae.MARKS)
+        return replace(hooks, short_of_memory=self._gave_way)
 
     def _hooks_for_text(self, module: nn.Module) -> Hooks:
         return self._keep(module, TextHooks(module, lambda: self._text(), self._program)).hooks()

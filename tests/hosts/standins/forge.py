@@ -316,6 +316,8 @@ class Host:
             "unload_all_models": self._unload_all,
             "get_free_memory": lambda device: self.system_memory,
             "LoadedModel": LoadedModel,
+            "load_models_gpu": lambda models, memory_required=0: None,
+            "current_loaded_models": [],
         }
         found = {
             "modules": _module("modules", __path__=[str(Path(__file__).parent)]),
@@ -325,6 +327,7 @@ class Host:
             "backend.memory_management": _module("backend.memory_management", **memory),
             "backend.patcher": _module("backend.patcher"),
             "backend.patcher.base": _module("backend.patcher.base", ModelPatcher=ModelPatcher),
+            "backend.patcher.vae": _module("backend.patcher.vae", VAE=forge_secondary.VAE),
             "networks": _module("networks", model_lora_keys_unet=lambda model, key_map=None: list(model.state_dict())),
             **forge_secondary.modules("backend.patcher"),
             "modules.shared": self.shared,

@@ -71,6 +71,7 @@ class Host(forge.Host):
         memory = found["backend.memory_management"]
         memory.get_free_memory = self._free_bytes  # type: ignore[attr-defined]
         memory.LoadedModel, memory.load_models_gpu = LoadedModel, self._load_models  # type: ignore[attr-defined]
+        memory.current_loaded_models = self.current  # type: ignore[attr-defined]
         found["backend.patcher"].base = base = _module("backend.patcher.base", ModelPatcher=ModelPatcher)  # type: ignore[attr-defined]
 
         def model_lora_keys_unet(model: Any, key_map: Any = None) -> list[str]:
@@ -102,6 +103,8 @@ class Host(forge.Host):
         rows = [(-each.model_offloaded_memory(), each.model_memory(), i) for i, each in enumerate(self.current)]
         gone = []
         for *_, i in sorted(rows):
+            if self.current[i] in keep_loaded:
+                continue
             free = self._free_bytes(device)
             if free > memory_required:
                 break

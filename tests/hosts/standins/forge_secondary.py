@@ -95,6 +95,41 @@ def modules(package: str) -> dict[str, ModuleType]:
     return {f"{package}.controlnet": _module(f"{package}.controlnet", ControlNet=ControlNet)}
 
 
+class VAE:
+    """Forge Neo's `backend.patcher.vae.VAE`: it asks for memory before it decodes or encodes, and decodes in tiles if
+    that was too little."""
+
+    def __init__(self, first_stage_model: nn.Module, patcher: Any = None, device: Any = "cpu") -> None:
+        self.first_stage_model, self.patcher, self.device = first_stage_model, patcher, torch.device(device)
+        self.vae_dtype = next(first_stage_model.parameters()).dtype
+        self.tiled = 0
+
+    @property
+    def _memory(self) -> Any:
+        return sys.modules["backend.memory_management"]
+
+    def memory_used(self, shape: Any) -> int:
+        """By a formula; of each image."""
+        return 2178 * shape[2] * shape[3] * 4 * self.vae_dtype.itemsize
+
+    def _in_batches(self, run: Any, operand: torch.Tensor) -> torch.Tensor:
+        needed = self.memory_used(operand.shape)
+        self._memory.load_models_gpu([self.patcher], memory_required=needed)
+        most = max(1, int(self._memory.get_free_memory(self.device) / needed))
+        return torch.cat([run(each.to(self.device).to(self.vae_dtype)).float() for each in operand.split(most)])
+
+    def decode(self, samples_in: torch.Tensor) -> torch.Tensor:
+        try:
+            return self._in_batches(self.first_stage_model.decode, samples_in).movedim(1, -1)
+        except torch.cuda.OutOfMemoryError:
+            self.tiled += 1
+        self._memory.load_models_gpu([self.patcher], memory_required=self.memory_used(samples_in.shape))
+        return torch.zeros(())
+
+    def encode(self, pixel_samples: torch.Tensor) -> torch.Tensor:
+        return self._in_batches(self.first_stage_model.encode, pixel_samples.movedim(-1, 1))
+
+
 def vae(seed: int) -> Any:
     """The object that has a checkpoint's VAE."""
     made = a1111_vae.make_vae(seed)
@@ -102,7 +137,7 @@ def vae(seed: int) -> Any:
         for name, child in module.named_children():
             if isinstance(child, nn.Dropout):
                 setattr(module, name, nn.Dropout(0.0, inplace=True))
-    return SimpleNamespace(first_stage_model=made.eval())
+    return VAE(made.eval())
 
 
 def control(host: Any, *units: ControlNet) -> None:

@@ -1,0 +1,184 @@
+"""What Forge Neo frees for its VAE: as much as a plan needs if one serves the call, and else what Forge estimates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
+from pretended_card import GPU, pretended_card
+
+from hosts.standins import forge_neo_memory as standin
+from hosts.standins import forge_secondary as secondary
+from hosts.standins.forge_neo_patcher import Another, ModelPatcher
+from sfast_ext.accelerator import accelerator_of
+from sfast_ext.hosts import gpu_room, vae
+from sfast_ext.hosts.forge import adapter as forge
+
+MB = 1 << 20
+SIZE = 16
+"""Of latents."""
+FORGES = 2178 * SIZE * SIZE * 16
+"""Bytes that Forge estimates for one image."""
+TEXT = 4 * MB
+"""A text encoder, which has no room next to that, nor next to what the original takes."""
+
+
+class Running:
+    """The host, whose VAE and text encoder are on a card."""
+
+    def __init__(self, host: Any, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host, self.card, self.asked = host, card, list[float]()
+        objects = host.model_data.sd_model.forge_objects
+        self.first = objects.vae.first_stage_model.to(GPU)
+        # what is moved for it is another module: the stand-in moves layers of Forge's kinds
+        self.vae = objects.vae = secondary.VAE(self.first, ModelPatcher(Another(1), GPU), GPU)
+        free = host.memory.free_memory
+
+        def counted(memory_required: float, *args: Any, **kwargs: Any) -> None:
+            self.asked.append(memory_required)
+            free(memory_required, *args, **kwargs)
+
+        monkeypatch.setattr(host.memory, "free_memory", counted)
+        host.fire("model_loaded", host.model_data.sd_model)
+        host.memory.load_models_gpu([self.vae.patcher])
+        self.load_text()
+
+    def load_text(self) -> None:
+        self.text = self.host.another(TEXT)
+        self.asked.clear()
+
+    @property
+    def text_stays(self) -> bool:
+        return any(each.model is self.text for each in self.host.current)
+
+    @property
+    def session(self) -> Any:
+        return forge.ForgeSession.running
+
+    @torch.inference_mode()
+    def decode(self, images: int = 1, size: int = SIZE) -> torch.Tensor:
+        self.load_text()
+        latent = torch.randn((images, 4, size, size), generator=torch.Generator().manual_seed(5))
+        return self.vae.decode(latent.to(GPU)).to("cpu")
+
+    @torch.inference_mode()
+    def encode(self, size: int = 4 * SIZE) -> torch.Tensor:
+        self.load_text()
+        image = torch.rand((1, size, size, 3), generator=torch.Generator().manual_seed(5))
+        return self.vae.encode(image.to(GPU)).to("cpu")
+
+    def planned(self, part: str = "decoder") -> float:
+        (plan,) = accelerator_of(getattr(self.first, part)).plans.values()
+        return plan.peak_bytes + gpu_room.PLANS_WORKSPACE
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setattr(vae, "GAIN", math.inf)
+    monkeypatch.setattr(gpu_room, "PLANS_WORKSPACE", MB // 4)
+    with standin.running(GPU, sfast_triton=False) as host, pretended_card(monkeypatch, 23 * MB // 2) as card:
+        forge.start("test")
+        host.load(1)
+        yield Running(host, card, monkeypatch)
+        assert not card.faults
+        forge.ForgeSession.stop()
+        assert host.errors == []
+
+
+
+
+def short(on: Running) -> None:
+    """Forge frees what it estimates."""
+    assert on.asked == [pytest.approx(FORGES, abs=9)] and not on.text_stays
+
+
+def test_with_a_plan_other_models_stay(on: Running) -> None:
+    expected = on.decode()
+    short(on)
+    on.decode()
+    short(on)
+    for _ in range(2):
+        found = on.decode()
+        assert on.asked == [pytest.approx(on.planned(), abs=9)] and on.text_stays
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert on.vae.tiled == 0 and on.card.refused == 0
+
+
+def test_images_that_are_encoded_as_well(on: Running) -> None:
+    expected = [on.encode(), on.encode()][0]
+    found = on.encode()
+    assert on.asked == [pytest.approx(on.planned("encoder"), abs=9)] and on.text_stays
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_what_no_plan_serves_gets_what_forge_estimates(on: Running) -> None:
+    on.decode(), on.decode(), on.decode()
+    assert on.text_stays
+    # of several images Forge makes as many at once as have room
+    on.decode(2)
+    assert on.asked[0] >= FORGES
+    on.decode(size=SIZE - 4)
+    assert on.asked[0] > on.planned()
+    # two calls that are compared with the original
+    plan = next(iter(accelerator_of(on.first.decoder).plans.values()))
+    plan.compare_again = True
+    on.decode()
+    short(on)
+    on.host.opts.data["sfast_vae"] = False
+    on.host.fire("model_loaded", on.host.model_data.sd_model)
+    on.decode()
+    short(on)
+    assert on.vae.tiled == 0
+
+
+def test_the_number_holds_for_the_load_of_that_vae_alone(on: Running) -> None:
+    on.decode(), on.decode(), on.decode()
+    on.load_text()
+    on.host.memory.load_models_gpu([on.vae.patcher], memory_required=FORGES)
+    short(on)
+    assert not on.session._vae_room.gave_way()
+
+
+def test_if_the_original_runs_all_the_same_forge_frees_the_rest(
+    on: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [on.decode(), on.decode()][0]
+    monkeypatch.setattr(gpu_room, "planned_bytes", lambda module, args: float(MB))
+    accelerator = accelerator_of(on.first.decoder)
+    for key in list(accelerator.plans):
+        accelerator.drop_plan(key)
+    accelerator.configure(accelerator.config)
+    found = on.decode()
+    assert on.card.refused and on.vae.tiled == 0 and not on.text_stays
+    assert on.asked == [pytest.approx(MB, abs=9), FORGES]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_an_image_is_made_if_the_plan_cannot_be_asked(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> float:
+        raise RuntimeError("a module that cannot be read")
+
+    expected = [on.decode(), on.decode()][0]
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu_room, "planned_bytes", fail)
+        torch.testing.assert_close(on.decode(), expected, rtol=1e-3, atol=1e-4)
+        short(on)
+    on.decode()
+    assert on.text_stays
+
+
+def test_next_to_weights_in_8_bits_memory_is_left_to_other_programs(
+    on: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[float, bool]] = []
+    on.decode(), on.decode()
+    monkeypatch.setattr(on.session._vae_room, "_make_room", lambda needed, in_one: made.append((needed, in_one)))
+    on.decode()
+    monkeypatch.setattr(gpu_room, "left_to_others", lambda needed: 7.0)
+    on.decode()
+    assert made == [(on.planned(), False), (on.planned() + 7, True)]
