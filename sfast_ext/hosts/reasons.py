@@ -56,6 +56,14 @@ OFFLOAD_UNKNOWN = Kind("offload", "offload mode '{}' works in a way that is not 
     "choose 'none' in Settings > Model Offloading to accelerate")
 OFFLOAD_OF_PARTS = Kind("offload", "parts of the UNet do not fit on the GPU and are moved there layer by layer",
     "raise the high watermark in Settings > Model Offloading to accelerate")
+OFFLOAD_NO_ROOM = Kind("offload",
+    "8 bits need {} GB of GPU memory, and {} are free: SD.Next moves parts of the UNet there layer by layer",
+    "close other programs that use the GPU to accelerate")
+OFFLOAD_NO_SYSTEM_ROOM = Kind("offload",
+    "8 bits need {} GB of system memory, and {} are free: SD.Next moves parts of the UNet to the GPU layer by layer",
+    "close other programs to accelerate")
+OFFLOAD_SHORT = Kind("offload", "GPU memory ran out with all of the UNet: SD.Next moves parts of it layer by layer",
+    "close other programs that use the GPU, and load the model again, to accelerate")
 REFINER_MOVED = Kind("offload",
     "the refiner is moved off the GPU after each image, and there is no room to keep it there",
     "turn off the option diffusers_move_refiner if both models fit")

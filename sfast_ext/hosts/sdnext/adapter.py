@@ -20,12 +20,13 @@ from sfast_ext.hosts.sdnext import log, probes, startup_objects
 from sfast_ext.hosts.sdnext.hooks import SDNextHooks, SDNextTextHooks, SDNextVaeHooks
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
-from sfast_ext.hosts.sdnext.refusals import model_bypass_reason
+from sfast_ext.hosts.sdnext.refusals import attention_bypass_reason, model_bypass_reason, run_bypass_reason
 from sfast_ext.hosts.session import Session
 from sfast_ext.hosts.text_encoders import TextEncoders
 from sfast_ext.reasons import Reason
 from sfast_ext.ui import settings_table
 
+_OFF = Config(enabled=False)
 VAE = "AutoencoderKL"
 """The class of the VAEs of Stable Diffusion 1, 2 and XL."""
 
@@ -69,10 +70,13 @@ class SDNextSession(Session):
             return self._images
 
         self._unets = Attachment(
-            lambda unet: SDNextHooks(unet, _pipeline, self._follow_controlnets, images).hooks(), self.report
+            lambda unet: SDNextHooks(unet, _pipeline, self._follow_controlnets, images, self._offload.whole).hooks(),
+            self.report,
         )
         self._refiner = Attachment(
-            lambda unet: SDNextHooks(unet, _refiner, images=images).hooks(), self.report, name="refiner"
+            lambda unet: SDNextHooks(unet, _refiner, images=images, whole=self._offload.whole).hooks(),
+            self.report,
+            name="refiner",
         )
         self._controlnets = Attachment(
             lambda network: SDNextHooks(network, _pipeline, images=images).hooks(), self.report, name="controlnet"
@@ -82,7 +86,7 @@ class SDNextSession(Session):
         rare = (*self._vaes.attachments, *self._texts.attachments)
         self.attachments = (self._unets, self._refiner, self._controlnets, *rare)
         networks = (self._refiner, self._controlnets, self._unets)
-        self._offload = Offload(networks, self.report, rare)
+        self._offload = Offload(networks, self.report, rare, (self._unets, self._refiner), _run_refusal)
         self._ip_adapters = IPAdapterReuse(self._unets.holds, self.guarded)
         self._reloading = False
         self._follows_offload = False
@@ -115,6 +119,8 @@ class SDNextSession(Session):
         host.feature(probes.LOADING, self._install_loading)
         host.feature(probes.IP_ADAPTERS, lambda: host.wrap("apply", self._ip_adapters.apply))
         self._follows_offload = host.feature(probes.OFFLOAD, lambda: self._offload.install(host))
+        if self._follows_offload:
+            host.feature(probes.WHOLE, lambda: self._offload.whole.install(host))
         host.feature(webui_probes.PASTED, lambda: host.add(self._name_infotexts()))
 
     def _install_loading(self) -> None:
@@ -180,6 +186,7 @@ class SDNextSession(Session):
             if reason is not None:
                 self.report.bypassed(reason)
                 unet = None
+            self._offload.whole.follow(_unet(pipe), config if unet is not None else _OFF)
             attachment.follow(unet, config)
         self._vaes.follow(self._accelerable_vaes(), config)
         self._texts.follow(self._accelerable_text_encoders(), config)
@@ -210,6 +217,8 @@ class SDNextSession(Session):
 
     def release_models(self) -> None:
         """Release every network, and what is kept of IP-Adapters."""
+        for pipe in (_pipeline(), _refiner()):
+            self._offload.whole.follow(_unet(pipe), _OFF)
         super().release_models()
         self._texts.release()
         self._ip_adapters.clear()
@@ -295,6 +304,15 @@ def _unet(pipe: Any) -> nn.Module | None:
     transformer = getattr(pipe, "transformer", None)
     known = any(kind.__name__ in TRANSFORMERS for kind in type(transformer).__mro__)
     return transformer if isinstance(transformer, nn.Module) and known else None
+
+
+def _run_refusal(network: nn.Module) -> Reason | None:
+    """Why calls of a network are bypassed in the run of its pipeline that has begun, wherever its weights are."""
+    from modules import shared
+
+    refiner = _refiner()
+    pipe = refiner if refiner is not None and _unet(refiner) is network else _pipeline()
+    return attention_bypass_reason(shared.opts) or run_bypass_reason(pipe, network)
 
 
 def _controlnets_of(pipe: Any) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from sfast_ext.hosts.sdnext.refusals import (
     layers_bypass_reason,
     run_bypass_reason,
 )
+from sfast_ext.hosts.sdnext.whole_unet import WholeUnet
 from sfast_ext.reasons import Reason
 from sfast_ext.ui import words
 
@@ -63,6 +64,7 @@ class SDNextHooks:
         pipeline: gives the pipeline that runs the network.
         new_pass: called with that pipeline at the first call of each of its runs.
         images: gives how many are made at once; None if SD.Next does not say.
+        whole: decides if the network comes to the GPU as a whole; None if SD.Next alone does.
     """
 
     def __init__(
@@ -71,14 +73,16 @@ class SDNextHooks:
         pipeline: Callable[[], Any],
         new_pass: Callable[[Any], None] | None = None,
         images: Callable[[], int | None] = lambda: None,
+        whole: WholeUnet | None = None,
     ) -> None:
         from modules import shared
 
-        self._pipeline, self._tell, self._images = pipeline, new_pass, images
+        self._pipeline, self._tell, self._images, self._whole = pipeline, new_pass, images, whole
         # Weak: SD.Next may drop the model before its accelerator is released.
         self._unet = weakref.ref(unet)
         self._state, self._opts = shared.state, shared.opts
         self._pass: int | None = None
+        self._dispatches = 0
         self._reason: Reason | None = None
         self._scaled_processors: list[Any] = []
         self._blocks: list[nn.Module] = []
@@ -96,7 +100,11 @@ class SDNextHooks:
             interrupted=interrupted,
             ignored=BOOKKEEPING,
             system_memory=system_memory.has_room_for,
+            short_of_memory=self._short_of_memory,
         )
+
+    def _short_of_memory(self) -> bool:
+        return self._whole is not None and self._whole.gave_way(self._unet())
 
     def bypass_reason(self) -> Reason | None:
         """Why the call must be bypassed; None if it need not."""
@@ -106,6 +114,9 @@ class SDNextHooks:
         if now != self._pass:
             self._pass = now
             self._new_pass()
+        elif self._whole is not None and self._whole.changes != self._dispatches:
+            # the network has left the GPU between two steps, and came another way
+            self._read(self._pipeline())
         return self._reason
 
     def key(self) -> Hashable:
@@ -130,15 +141,25 @@ class SDNextHooks:
         plain = inner is None or is_own_forward(inner, module)
         return maker == "accelerate.hooks" and hook is not None and plain and keeps_weights(hook)
 
+    def _read(self, pipe: Any) -> None:
+        """Find why calls must be bypassed until something changes."""
+        if self._whole is not None:
+            self._dispatches = self._whole.changes
+        network = self._unet()
+        self._reason = None if network is None else self._refusal(pipe, network)
+
     def _refusal(self, pipe: Any, network: nn.Module) -> Reason | None:
-        return attention_bypass_reason(self._opts) or run_bypass_reason(pipe, network)
+        reason = attention_bypass_reason(self._opts) or run_bypass_reason(pipe, network)
+        if self._whole is not None and reason == reasons.OFFLOAD_OF_PARTS():
+            return self._whole.why_in_parts(network) or reason
+        return reason
 
     def _new_pass(self) -> None:
         unet = self._unet()
         if unet is None:
             return
         pipe = self._pipeline()
-        self._reason = self._refusal(pipe, unet)
+        self._read(pipe)
         processors = (m.__dict__.get("processor", m._modules.get("processor")) for m in unet.modules())
         self._scaled_processors = [p for p in processors if isinstance(getattr(p, "scale", None), (list, float, int))]
         self._blocks = list(getattr(unet, "up_blocks", None) or ())

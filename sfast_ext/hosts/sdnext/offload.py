@@ -21,8 +21,10 @@ from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import WeightMoves, fetch_weights, place_of, staying
+from sfast_ext.hosts.sdnext.whole_unet import WholeUnet
 from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
+from sfast_ext.reasons import Reason
 from sfast_ext.report import Report
 
 _WHY = "SD.Next needs the GPU memory"
@@ -34,13 +36,23 @@ class Offload:
     Args:
         attachments: have the accelerators of the networks that it moves.
         vaes: those of VAEs. They run once for an image: the memory of their plans goes whenever they are moved off.
+        unets: of the networks, those that may come to the GPU as a whole, see `WholeUnet`.
+        refusal: see there.
     """
 
-    def __init__(self, attachments: Sequence[Attachment], report: Report, vaes: Sequence[Attachment] = ()) -> None:
+    def __init__(
+        self,
+        attachments: Sequence[Attachment],
+        report: Report,
+        vaes: Sequence[Attachment] = (),
+        unets: Sequence[Attachment] = (),
+        refusal: Callable[[nn.Module], Reason | None] = lambda unet: None,
+    ) -> None:
         self._networks, self._vae_parts, self._report = attachments, vaes, report
         self._attachments = (*vaes, *attachments)
         self._vaes = VaeMemory(lambda needed, in_one: self._guarded(lambda: self._make_room(needed, in_one)))
         self._moves = WeightMoves(report)
+        self.whole = WholeUnet(unets, refusal, self._make_room, report)
         self._oom_count: int | None = None
         self._release_always = False
         self._aux_models: Mapping[str, Any] = {}
@@ -78,6 +90,18 @@ class Offload:
 
     def _dispatch(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         places: Any = args[0] if args else kwargs.get("device_map")
+        whole = self.whole.places(model, places)
+        if whole is not None:
+            changed = ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "device_map": whole})
+            try:
+                return self._dispatch_to(whole, original, model, *changed[0], **changed[1])
+            except torch.cuda.OutOfMemoryError:
+                # after the handler, which keeps what had come
+                pass
+            self.whole.did_not_fit(model)
+        return self._dispatch_to(places, original, model, *args, **kwargs)
+
+    def _dispatch_to(self, places: Any, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         ours = self._accelerators_in(model) if isinstance(model, nn.Module) and isinstance(places, dict) else []
         if not ours and isinstance(model, nn.Module):
             self._guarded(lambda: self._make_room(gpu_room.load_bytes(model)))
@@ -104,11 +128,12 @@ class Offload:
             self._guarded(lambda: self._make_room(gpu_room.load_bytes(model) + gpu_room.IDLE_RESERVE))
         return original(name)
 
-    def _make_room(self, needed: float, in_one: bool = False) -> None:
+    def _make_room(self, needed: float, in_one: bool = False) -> bool:
         givers = [*gpu_room.givers(needed, self._report, _WHY), *(a.give_memory_back for a in self._attachments)]
-        gpu_room.make_room(needed, givers)
+        enough = gpu_room.make_room(needed, givers)
         if in_one:
             gpu_room.free_pieces(needed, self._report, _WHY)
+        return enough
 
     def _notice_out_of_memory(self) -> None:
         """After SD.Next ran out of memory, stop keeping weights on the GPU that it has moved off."""

@@ -7,6 +7,7 @@ from sfast_ext.hosts.webui_probes import COMMON, PASTED, REQUESTS, VERSION
 
 OFFLOAD = Feature("offload", "models that SD.Next offloads are not accelerated")
 LOADING = Feature("loading", "sizes are prepared anew after another model was loaded")
+WHOLE = Feature("whole UNets in 8 bits", "a UNet that SD.Next moves in parts is not accelerated in 8 bits")
 IP_ADAPTERS = Feature("IP-Adapters", "IP-Adapters are loaded anew for each image")
 LOG = Feature("log", "its lines are not in the log of SD.Next")
 DEEPCACHE = Feature("DeepCache", "the reason does not name DeepCache")
@@ -25,6 +26,12 @@ PROBES: tuple[Probe, ...] = (
         "modules.sd_offload:move_module_to_cpu",
         check=passes("module"),
         feature=OFFLOAD,
+    ),
+    probe(
+        "modules.sd_offload_balanced:apply_balanced_offload_to_module",
+        "modules.sd_offload:apply_balanced_offload_to_module",
+        check=takes("module", force=True),
+        feature=WHOLE,
     ),
     probe("accelerate:dispatch_model", check=passes("model", later=["device_map"]), feature=OFFLOAD),
     probe("modules.sd_offload_aux:move_aux_to_gpu", check=passes("name"), feature=OFFLOAD),
