@@ -31,8 +31,9 @@ WORKSPACE = 512 << 20
 PLANS_WORKSPACE = 256 << 20
 """Bytes that libraries need while a plan runs, in addition to its values."""
 
-OTHERS_RESERVE = 2 << 30
-"""Bytes of such a card that are left to other programs while a VAE runs."""
+OTHERS_RESERVE, OTHERS_PART = 2 << 30, 0.27
+"""Bytes of such a card that are left to other programs while a VAE runs, and the part of its memory that they are at
+most: 1.6 GB of 6."""
 
 GAPS = 1.25
 """A block in which all values of a VAE find a place, as a multiple of what they take: 2.4 GB of 1024x1024 fit into 3.4
@@ -95,7 +96,8 @@ def left_to_others(needed: float) -> float:
     them moves what torch holds to system memory, without an error."""
     tight = needed >= _LARGE and is_tight()
     resident = tight and any(banks.resident() for banks in graph_pool.pool_of(host_gpu.device()).spare)
-    return OTHERS_RESERVE if resident else 0.0
+    total = environment.gpu_memory(host_gpu.device()) or 0
+    return min(OTHERS_RESERVE, OTHERS_PART * total) if resident else 0.0
 
 
 def hold_one_block(needed: float) -> None:

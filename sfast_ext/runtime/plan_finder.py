@@ -349,7 +349,7 @@ class PlanFinder:
     def _sync(self, plan: Plan | None, later: bool = False) -> int:
         """Bring weights up to date. With `later`, without what is read of them at the time of the call's run."""
         current.stage = "weights"
-        copied = residency.sync(self._context, plan)
+        copied = residency.sync(self._context, plan, later)
         while self._reads(plan) and not later:
             copied += residency.sync(self._context, plan)
         if copied:

@@ -84,9 +84,13 @@ def is_small(context: ModuleContext, device: torch.device) -> bool:
     return bool(model.small[1])
 
 
-def sync(context: ModuleContext, plan: Plan | None) -> int:
+def sync(context: ModuleContext, plan: Plan | None, later: bool = False) -> int:
     """`WeightArena.sync` for the plan that is about to run, its resident banks included. Returns how many weights
     changed.
+
+    Args:
+        later: whether the plan may run while weights are read for changes that no version tells. The next call without
+            `later` tells what was found.
 
     Raises:
         WeightsAway, WeightsChanged: see `WeightArena.sync`.
@@ -102,7 +106,9 @@ def sync(context: ModuleContext, plan: Plan | None) -> int:
             raise WeightsAway(reasons.NO_ROOM_FOR_WEIGHTS()) from exc
         return arena.sync()
     copied, began, all_of_them = arena.sync(), time.perf_counter(), resident.audit_all
-    due = None if arena.banks.vacant else resident.due()
+    # to read all takes as long as some steps
+    meanwhile = _nothing_to_restore if later and all_of_them else None
+    due = None if arena.banks.vacant else resident.due(meanwhile)
     if due is not None and not all_of_them:
         plan.recapture.waits_ms = 1000 * (time.perf_counter() - began)
     if due is None or due:
@@ -111,6 +117,10 @@ def sync(context: ModuleContext, plan: Plan | None) -> int:
         with arena.exclusively(plan.device):
             copied += fill(context, plan, due)
     return copied
+
+
+def _nothing_to_restore(banks: list[Bank]) -> None:
+    """All banks have memory."""
 
 
 def fill(context: ModuleContext, plan: Plan, due: list[Bank] | None = None) -> int:

@@ -186,6 +186,11 @@ class Banks:
         Raises:
             torch.cuda.OutOfMemoryError: there is no room; all stay without memory.
         """
+        if any(bank.rows.is_cuda for bank in banks):
+            # in what the allocator holds free of other values, banks would lie between those to come, and all would
+            # have to leave for one large value; torch 2.1 refuses while a CUDA graph is captured
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
         with torch.inference_mode(False), torch.no_grad():
             try:
                 with Staging() as copy:

@@ -55,12 +55,22 @@ MUTATIONS = [
     Mutation(
         "writes that torch does not count, while values come back", "weights/resident.py",
         "changed |= before() if before is not None else set()", "pass",
-        (_COPIES + "test_a_write_that_nothing_counts_is_read_while_values_come_back",),
+        (_COPIES + "test_a_write_that_nothing_counts_is_read_while_the_plan_runs",),
     ),
     Mutation(
         "a result whose weights were read meanwhile", "runtime/plan_finder.py",
         "confirmed = not self._reads(plan)", "pass",
-        (_COPIES + "test_a_write_that_nothing_counts_is_read_while_values_come_back",),
+        (_COPIES + "test_a_write_that_nothing_counts_is_read_while_the_plan_runs",),
+    ),
+    Mutation(
+        "a run that waits until all weights are read", "runtime/residency.py",
+        "_nothing_to_restore if later and all_of_them else None", "None",
+        (_COPIES + "test_the_first_run_of_a_generation_does_not_wait_for_what_is_read",),
+    ),
+    Mutation(
+        "banks in blocks of other values", "weights/banks.py",
+        "if any(bank.rows.is_cuda for bank in banks):", "if False:",
+        (_COPIES + "test_values_come_back_to_blocks_of_their_own",),
     ),
     Mutation(
         "values without a copy of them", "weights/banks.py",

@@ -74,19 +74,52 @@ def test_changes_are_followed_by_values_that_gave_way(card: Card, how: str, firs
     assert on.count("captures") == 1 and on.count("errors") == 0, on.words()
 
 
-def test_a_write_that_nothing_counts_is_read_while_values_come_back(
-    card: Card, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+@pytest.mark.parametrize("gave_way", [True, False])
+def test_a_write_that_nothing_counts_is_read_while_the_plan_runs(
+    card: Card, monkeypatch: pytest.MonkeyPatch, gave_way: bool  # noqa: F811
 ) -> None:
     monkeypatch.setattr(weights_resident, "AUDITED_BYTES", 0)
     # past the call that is compared again
     on = started(calls=14)
-    give_way(on)
+    if gave_way:
+        give_way(on)
     on.both(uncounted)
     on.acc.new_generation()
     before, again = quantised(on), on.count("misspeculated")
     # of one call: the next one would find it as well
     assert on.error() < 0.06 and quantised(on) == before + 1 and on.count("misspeculated") == again + 1
     assert all(bank.ready for bank in banks(on)) and not on.acc.arena.resident.reads
+
+
+def test_the_first_run_of_a_generation_does_not_wait_for_what_is_read(
+    card: Card, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    on, seen = started(calls=14), list[str]()
+    run, read = PlanRunner.run, weights_resident.reading
+
+    def reading(tensors: Any) -> Any:
+        told = read(tensors)
+        seen.append(f"begins to read {len(tensors)}")
+        return lambda: [seen.append("waits"), told()][1]
+
+    def runs(self: Any, *args: Any) -> Any:
+        seen.append("runs")
+        return run(self, *args)
+
+    monkeypatch.setattr(weights_resident, "reading", reading)
+    monkeypatch.setattr(PlanRunner, "run", runs)
+    on.acc.new_generation()
+    assert on.error() < 0.06
+    assert seen == [f"begins to read {len(halves(on.ours))}", "runs", "waits"]
+
+
+def test_values_come_back_to_blocks_of_their_own(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    on, vacant = started(calls=14), list[int]()
+    give_way(on)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: vacant.append(sum(bank.vacant for bank in banks(on))))
+    assert on.error() < 0.06
+    # what the allocator holds free is given back before they get memory
+    assert vacant[0] > 0
 
 
 def test_weights_that_are_read_meanwhile_are_told_of_by_the_next_question(
