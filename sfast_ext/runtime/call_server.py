@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from sfast_ext import torch_state
-from sfast_ext.call_signature import NotOurs, Signature, copied
+from sfast_ext.call_signature import NotOurs, copied, tensors_alone
 from sfast_ext.capture import arguments
 from sfast_ext.capture.state import State
 from sfast_ext.gc_pause import gc_paused
@@ -27,7 +27,7 @@ from sfast_ext.runtime import residency
 from sfast_ext.runtime.eight_bits import is_due
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_builder import OriginalRun, PlanBuilder
-from sfast_ext.runtime.plan_cache import Earnings, PlanCache, Waiting
+from sfast_ext.runtime.plan_cache import Earnings, PlanCache, PlanKey, Waiting
 from sfast_ext.runtime.plan_finder import HostFailed, Lookup, PlanFinder, ReplayState
 from sfast_ext.runtime.plan_runner import Failures, OriginalFailed, PlanRunner
 from sfast_ext.timing import Pace, Stopwatch
@@ -60,8 +60,7 @@ class CallServer:
         self._cache, self._finder, self._runner = cache, finder, runner
         self._builder, self._failures, self._backoff = builder, failures, backoff
         self._rare, self._earnings = RareCalls(), Earnings()
-        self.generation = 1
-        self.pace = Pace()
+        self.generation, self.pace = 1, Pace()
         finder.builds = self._is_earned
 
     def new_generation(self) -> None:
@@ -131,12 +130,11 @@ class CallServer:
     def _begin_to_build(self, lookup: Lookup) -> bool:
         """Whether this call builds the plan. If so, this thread holds the lock for it."""
         config, lock, key = self._context.config, self._context.model.build_lock, lookup.key
-        if config.rare_calls and not self._rare.is_due(key, config.rare_gain, config.rare_build_ms):
-            return False
-        if not (lookup.key_confirmed and self._is_earned(lookup.shape_signature)):
+        if not (lookup.key_confirmed and self._is_earned(key)):
             # if it was not when it was looked up, its key may be an old one
-            self._report.bypassed(NEW_KIND())
-            self._cache.waiting = Waiting(lookup.key.signature, lookup.key.device, self._builder.label(lookup))
+            if not config.rare_calls:
+                self._report.bypassed(NEW_KIND())
+                self._cache.waiting = Waiting(key.signature, key.device, self._builder.label(lookup))
             return False
         if residency.lacks_room(self._context, key):
             self._report.bypassed(NO_ROOM())
@@ -161,9 +159,11 @@ class CallServer:
             self._report.error(stage(), exc)
             return otherwise
 
-    def _is_earned(self, kind: Signature) -> bool:
-        """Whether a plan for calls of this kind has been earned, or need not be."""
-        return not self._must_earn() or self._earnings.due(kind)
+    def _is_earned(self, key: PlanKey) -> bool:
+        """Whether a plan for calls like this has been earned, or need not be."""
+        if (config := self._context.config).rare_calls:
+            return self._rare.is_due(key, config.rare_gain, config.rare_build_ms)
+        return not self._must_earn() or self._earnings.due(tensors_alone(key.signature))
 
     def _must_earn(self) -> bool:
         """Whether it matters if a plan is earned back. What is prepared was asked for."""

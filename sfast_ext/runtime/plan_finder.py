@@ -109,7 +109,7 @@ class PlanFinder:
         changes: forwards that change state.
 
     Attributes:
-        builds: whether a call of this kind gets a plan if it has none.
+        builds: whether a call with this key gets a plan if it has none. The key may be that of the last reading.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class PlanFinder:
         self._backoff, self._changes = backoff, changes
         self._missed: Signature | None = None
         self.speculation = Speculation()
-        self.builds: Callable[[Signature], bool] = lambda kind: True
+        self.builds: Callable[[PlanKey], bool] = lambda key: True
         self.keys = self._new_keys(0)
 
     def follow(self, behaviour: int) -> None:
@@ -162,9 +162,10 @@ class PlanFinder:
         if len(call.leaves) == 1 and self._loses_digits(call.leaves[0]):
             raise NotOurs(reasons.ONE_VALUE())
         known, due = self.keys.last, self.keys.stale
-        if known is not None and not known[1] and self._gets_no_plan(call):
+        host = _ask("key", hooks.key) if hooks.key else None
+        unread = None if known is None or known[1] else PlanKey(call.signature, known[0], host, device)
+        if unread is not None and self._gets_no_plan(unread):
             # what makes the key costs a slow CPU as much as some layers; that it is not confirmed tells
-            unread = PlanKey(call.signature, known[0], None, device)
             return Lookup(call, unread, None, False, False, False, ReplayState.BUILD)
         if self._roles.known:
             call = self._roles.flatten(call, args, kwargs, device, trust=speculate)
@@ -180,9 +181,7 @@ class PlanFinder:
             key_confirmed = True
         if foreign:
             raise NotOurs(foreign)
-        host = None
         if hooks.key:
-            host = _ask("key", hooks.key)
             # what it returned may have no hash
             current.stage = "key of the host"
         key = PlanKey(call.signature, behaviour, host, device)
@@ -204,7 +203,7 @@ class PlanFinder:
         if not speculate and not settled(call.pending):
             return self.find(args, kwargs, speculate=False)
         key_confirmed = key_confirmed or (not speculate and self.keys.trusted)
-        if plan is None and not self._cache.rejected and not self.builds(tensors_alone(call.signature)):
+        if plan is None and not self._cache.rejected and not self.builds(key):
             # neither the key nor the weights matter to the original forward; its own order of them stays. No plan is
             # made: that it is not confirmed tells
             return Lookup(call, key, None, False, False, False, ReplayState.BUILD)
@@ -234,12 +233,12 @@ class PlanFinder:
         state = state_of(plan, key_confirmed, confirmed)
         return Lookup(call, key, plan, key_confirmed, confirmed, compared, state, self._context.arena.copied)
 
-    def _gets_no_plan(self, call: Call) -> bool:
-        """Whether a call of this kind has no plan and gets none, whatever the model and the host are like."""
+    def _gets_no_plan(self, key: PlanKey) -> bool:
+        """Whether calls of the kind of this one have no plan and get none, whatever the model and the host are like."""
         if self._cache.rejected:
             return False
-        kind = tensors_alone(call.signature)
-        return all(plan.shape_signature != kind for plan in list(self._cache.plans.values())) and not self.builds(kind)
+        kind = tensors_alone(key.signature)
+        return all(plan.shape_signature != kind for plan in list(self._cache.plans.values())) and not self.builds(key)
 
     def planned_bytes(self, args: tuple[Any, ...]) -> int | None:
         """See `Accelerator.planned_bytes`."""

@@ -14,7 +14,10 @@ import torch
 
 from benchmarks import vaes
 from sfast_ext import Config, accelerate, environment
+from sfast_ext.behaviour.key import BehaviourKeys
+from sfast_ext.hooks import Hooks
 from sfast_ext.kernels.backend import graph_memory
+from sfast_ext.plans import payback
 from sfast_ext.plans.payback import RareCalls
 from sfast_ext.runtime import plan_runner, verify
 from sfast_ext.runtime.plan_builder import PlanBuilder
@@ -28,10 +31,10 @@ CONFIG = Config(allow_cpu=True, cuda_graphs=False, rare_calls=True, rare_gain=ma
 class Counted:
     """An accelerated decoder beside an untouched twin; counts runs of the original."""
 
-    def __init__(self, config: Config = CONFIG) -> None:
+    def __init__(self, config: Config = CONFIG, hooks: Hooks | None = None) -> None:
         vae = vaes.random_vae("tiny-sd")
         self.module, self.twin = vae.decoder, models.copied(vae.decoder)
-        self.accelerator = accelerate(self.module, config)
+        self.accelerator = accelerate(self.module, config, hooks=hooks)
         self.originals = 0
         original = self.accelerator._context.run_forward
         self.accelerator._context.run_forward = self._count(original)  # type: ignore[method-assign]
@@ -83,6 +86,26 @@ def test_a_plan_says_what_its_values_need_at_one_time():
     image = 4 * 16 * 64 * 64
     assert plan.peak_bytes is not None and 2 * image <= plan.peak_bytes <= 6 * image
     assert other.peak_bytes is None
+
+
+@pytest.mark.parametrize("key", [None, lambda: ("scales", 1.0)])
+def test_until_a_plan_pays_the_behaviour_is_not_read(monkeypatch: pytest.MonkeyPatch, key: Any):
+
+    ours, reads = Counted(replace(CONFIG, rare_gain=0.5), Hooks(key=key)), list[int]()
+    read = BehaviourKeys.read
+    monkeypatch.setattr(BehaviourKeys, "read", lambda keys: [reads.append(1), read(keys)][1])
+    spent: list[float] = [0.0]
+    monkeypatch.setattr(payback.Runs, "spent", lambda runs: spent[0])
+    for _ in range(4):
+        ours.accelerator.new_generation()
+        assert ours.call() == 1
+    # the first call has read it
+    assert len(reads) == 1 and ours.count("captures") == 0
+    spent[0] = math.inf
+    ours.accelerator.new_generation()
+    assert ours.call() == 1 and ours.count("captures") == 1 and len(reads) > 1
+    ours.accelerator.new_generation()
+    assert ours.call() == 0
 
 
 def test_each_size_waits_for_its_own_second_call():
@@ -272,7 +295,7 @@ def test_what_a_first_plan_costs_is_that_of_the_kind_of_network_until_one_was_ma
 
 @pytest.mark.parametrize("gain", [math.inf, 0.5, 0.9])
 def test_a_plan_that_another_thread_s_build_delays_is_made_in_the_same_generation(gain):
-    ours = Counted(replace(CONFIG, rare_gain=gain))
+    ours = Counted(replace(CONFIG, rare_gain=0.5))
     ours.accelerator.new_generation()
     ours.call()
     (runs,) = ours.accelerator._server._rare._runs.values()
