@@ -4,7 +4,8 @@ them.
     SFAST_A1111_DIR=... python -m benchmarks.webui.eight_bits --card 6 --card 8 --json FILE
 
 All WebUIs start at once, and make their images in turns. A step is what an image of half as many steps again takes in
-addition. A WebUI that fails makes no further image; the others do.
+addition. A WebUI that fails makes no further image; the others do. With --brief the images that are not timed are made
+at once, and none of half as many steps again: neither the first image nor a step has a time then.
 """
 
 from __future__ import annotations
@@ -51,10 +52,12 @@ FLAGS = {
 LARGER, FLAGS_OF_LARGER = 12.0, {"a1111": SDP}
 
 
-def cases_of(host: str, cards: list[int], stock: bool = False, earlier: bool = False) -> list[Case]:
+def cases_of(
+    host: str, cards: list[int], stock: bool = False, earlier: bool = False, larger: bool = True
+) -> list[Case]:
     """The larger card, and of each card both; if asked for, what the WebUI alone and an earlier state of the extension
     do with today's flags as well."""
-    found = [Case(LARGER, "extended", FLAGS_OF_LARGER.get(host, ""))]
+    found = [Case(LARGER, "extended", FLAGS_OF_LARGER.get(host, ""))] * larger
     for card in cards:
         today, eight = FLAGS[host][card]
         found += [Case(card, "extended", today), Case(card, "eight", eight)]
@@ -65,7 +68,8 @@ def cases_of(host: str, cards: list[int], stock: bool = False, earlier: bool = F
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """A row for each case; the file that the options name is written after each turn."""
     host = HOSTS[options.host](folder, options)
-    (width, height), cases = options.size, cases_of(options.host, options.cards, options.stock, bool(options.earlier))
+    width, height = options.size
+    cases = cases_of(options.host, options.cards, options.stock, bool(options.earlier), options.larger)
     rows: dict[Case, dict[str, Any]] = {each: {"case": str(each), **each._asdict()} for each in cases}
     found = {**machine.describe(), "host": options.host, "model": options.model, "weights": "random"}
     found |= {"size": f"{width}x{height}", "steps": options.steps, "rows": list(rows.values())}
@@ -87,31 +91,40 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows[case]["log"] = str(error)[-2500:]
         print(f"{case}: {str(error)[:400]}", flush=True)
 
+    def make(case: Case, seed: int, steps: int, name: str) -> None:
+        if "failed" in rows[case] or (case.way == "stock" and (seed > 1 or name == "longer_s")):
+            return
+        try:
+            request = numbered({**payload, "steps": steps}, "txt2img", seed, options)
+            rows[case].setdefault(name, []).append(round(taken(webuis[case], "txt2img", request)[0], 3))
+            if name == "picture_s":
+                rows[case].setdefault("memory", []).append(webuis[case].post("/sfast-probe/memory", {}))
+        except (OSError, RuntimeError) as error:
+            failed(case, error)
+
+    def make_untimed(case: Case) -> None:
+        for seed in range(UNTIMED):
+            make(case, seed, options.steps, "picture_s")
+
     payload = payload_of(host, "txt2img", width, height, options)
     with contextlib.ExitStack() as stack:
         for webui in webuis.values():
             stack.push(webui)
         with ThreadPoolExecutor() as pool:
             list(pool.map(begin, cases))
+            if options.brief:
+                list(pool.map(make_untimed, cases))
         stack.enter_context(turn(options.turn))
-        for seed in range(options.pictures + UNTIMED):
-            for steps, name in ((options.steps, "picture_s"), (options.steps * 3 // 2, "longer_s")):
+        kinds = {"picture_s": options.steps} | ({} if options.brief else {"longer_s": options.steps * 3 // 2})
+        for seed in range(UNTIMED if options.brief else 0, options.pictures + UNTIMED):
+            for name, steps in kinds.items():
                 for case in cases:
-                    if "failed" in rows[case] or (name == "longer_s" and seed < UNTIMED):
-                        continue
-                    if case.way == "stock" and (seed > 1 or name == "longer_s"):
-                        continue
-                    try:
-                        request = numbered({**payload, "steps": steps}, "txt2img", seed, options)
-                        rows[case].setdefault(name, []).append(round(taken(webuis[case], "txt2img", request)[0], 3))
-                        if name == "picture_s":
-                            rows[case].setdefault("memory", []).append(webuis[case].post("/sfast-probe/memory", {}))
-                    except (OSError, RuntimeError) as error:
-                        failed(case, error)
+                    if seed >= UNTIMED or name != "longer_s":
+                        make(case, seed, steps, name)
             if options.json:
                 records.write(options.json, found)
         for case in cases:
-            end(webuis[case], rows[case], options.steps)
+            end(webuis[case], rows[case], options)
             print(words(case, rows), flush=True)
             if options.breakdown and "failed" not in rows[case]:
                 apart = rows[case]["breakdown"] = taken_apart(webuis[case], "txt2img", payload, options)
@@ -121,11 +134,12 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return found
 
 
-def end(webui: Any, row: dict[str, Any], steps: int) -> None:
+def end(webui: Any, row: dict[str, Any], options: argparse.Namespace) -> None:
     """Add the figures of a case, as far as it came."""
-    times = row.get("picture_s", [])
+    times, steps = row.get("picture_s", []), options.steps
     if len(times) > UNTIMED:
-        row["first_s"], row["image_s"] = times[0], statistics.median(times[UNTIMED:])
+        row["image_s"] = statistics.median(times[UNTIMED:])
+        row |= {} if options.brief else {"first_s": times[0]}
     if len(times) > UNTIMED and row.get("longer_s"):
         longer = statistics.median(row["longer_s"])
         row["step_ms"] = round(1000 * (longer - row["image_s"]) / (steps * 3 // 2 - steps), 1)
@@ -141,8 +155,8 @@ def words(case: Case, rows: dict[Case, dict[str, Any]]) -> str:
     told = [f"{case}: step {row.get('step_ms')} ms, image {row.get('image_s')} s, first {row.get('first_s')} s"]
     for memory in row.get("memory", [])[-1:]:
         told.append(f"reserved {memory['bytes'] >> 20} MB, the UNet's weights {memory['unet'] >> 20} MB")
-    larger = next(iter(rows.values()))
-    if "step_ms" in row and "step_ms" in larger and larger["step_ms"]:
+    larger = next((row for each, row in rows.items() if each.card == LARGER), {})
+    if "step_ms" in row and larger.get("step_ms"):
         told.append(f"step {row['step_ms'] / larger['step_ms']:.2f} of {LARGER:g} GB")
     today = next((rows[each] for each in rows if each.card == case.card and each.way == "extended"), {})
     if "image_s" in row and "image_s" in today:
@@ -164,6 +178,8 @@ def main() -> int:
     parser.add_argument("--size", type=cli.size, default=(1024, 1024), metavar="WxH", help="of images (1024x1024)")
     parser.add_argument("--steps", type=int, default=20, help="(%(default)s)")
     parser.add_argument("--pictures", type=int, default=3, help="timed, after two (%(default)s)")
+    parser.add_argument("--larger", action=argparse.BooleanOptionalAction, default=True, help="the larger card as well")
+    parser.add_argument("--brief", action="store_true", help="times of images alone")
     parser.add_argument("--breakdown", type=int, default=0, metavar="N", help="of N further images (none)")
     parser.add_argument("--stock", action="store_true", help="the WebUI alone as well, two images of each card")
     parser.add_argument("--earlier", type=Path, metavar="DIR", help="an earlier checkout as well (not SD.Next)")

@@ -108,8 +108,14 @@ def test_words_of_cases_in_8_bits():
         def get(self, _):
             raise OSError
 
-    eight_bits.end(Gone(), row, 20)
+    eight_bits.end(Gone(), row, argparse.Namespace(steps=20, brief=False))
     assert (row["first_s"], row["image_s"], row["step_ms"]) == (9.0, 2.1, 50.0)
+    # those that are not timed were made at once
+    brief: dict = {"picture_s": [9.0, 5.0, 2.0, 2.2, 2.1]}
+    eight_bits.end(Gone(), brief, argparse.Namespace(steps=20, brief=True))
+    assert brief["image_s"] == 2.1 and "first_s" not in brief
+    cards = {each.card for each in eight_bits.cases_of("a1111", [6], larger=False)}
+    assert cards == {6} and "image 2.1 s" in eight_bits.words(today, {today: brief})
 
 
 def test_images_of_two_webuis_are_compared_seed_by_seed():
