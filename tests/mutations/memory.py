@@ -11,7 +11,30 @@ _VAE_MEMORY = "hosts/adapters/test_vae_memory.py"
 _PLANNED = (f"{_VAE_MEMORY}::test_a_plan_needs_what_its_values_take",)
 _STAYS = _ORDER + "test_what_may_not_move_or_gains_nothing_stays"
 
+_ROOM = "hosts/adapters/test_forge_vae_room.py::"
+_RATHER = (_ROOM + "test_what_no_plan_serves_gets_what_forge_estimates",)
+
 MUTATIONS = [
+    Mutation(
+        "what Forge frees for a VAE that a plan serves", "hosts/forge/vae_room.py",
+        "needs is None or needs[1] >= memory_required", "True",
+        (_ROOM + "test_with_a_plan_other_models_stay",),
+    ),
+    Mutation(
+        "several images that Forge divides by what is free", "hosts/forge/vae_room.py",
+        "or len(operand) != 1", "",
+        _RATHER,
+    ),
+    Mutation(
+        "a number of a VAE for another load", "hosts/forge/vae_room.py",
+        "finally:\n self._needs = self._withheld = None", "finally:\n            pass",
+        (_ROOM + "test_the_number_holds_for_the_load_of_that_vae_alone",),
+    ),
+    Mutation(
+        "an original that runs in a plan's room", "hosts/forge/secondary.py",
+        "replace(hooks, short_of_memory=self._gave_way)", "hooks",
+        (_ROOM + "test_if_the_original_runs_all_the_same_forge_frees_the_rest",),
+    ),
     Mutation(
         "memory that is read later", "passes/in_place.py",
         "own and not later and", "own and",

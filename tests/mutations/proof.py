@@ -6,6 +6,16 @@ from mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "what is read of calls that get no plan yet", "runtime/call_server.py",
+        "if (config := self._context.config).rare_calls:", "if (config := self._context.config).rare_calls and False:",
+        ("plans/test_rare_calls.py::test_until_a_plan_pays_the_behaviour_is_not_read",),
+    ),
+    Mutation(
+        "the host's part of a key that is not read", "runtime/plan_finder.py",
+        "PlanKey(call.signature, known[0], host, device)", "PlanKey(call.signature, known[0], None, device)",
+        ("plans/test_rare_calls.py::test_until_a_plan_pays_the_behaviour_is_not_read",),
+    ),
+    Mutation(
         "the first comparison", "runtime/verify.py",
         "refusal = Comparison(plan, outputs, references, config, new.run_original, new.exact).difference()",
         "refusal = None",
