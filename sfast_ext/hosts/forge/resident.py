@@ -32,6 +32,7 @@ from sfast_ext.reasons import Reason
 from sfast_ext.report import Report, rehearsing
 from sfast_ext.runtime.call_server import building
 from sfast_ext.weights.aside import Hidden
+from sfast_ext.weights.original_layout import live_tensor, set_data
 
 UNETS = frozenset({"IntegratedUNet2DConditionModel"})
 """The classes of the networks that are loaded so."""
@@ -177,7 +178,7 @@ class ResidentUnet:
                 self._loads = None
         was_whole = self._whole.pop(found.module, None) is not None
         try:
-            return original(patcher, device_to, self._as_forge_has_it(found, patcher, extra_memory), *args, **more)
+            return original(patcher, device_to, self._as_forge_has_it(found, patcher, usable), *args, **more)
         finally:
             found.arena.resident.in_parts = bool(model.model_lowvram)
             if was_whole:
@@ -225,22 +226,21 @@ class ResidentUnet:
             self._missing[unet] = reasons.IN_PARTS_FIRST(f"{needed / 2**30:.1f}", f"{free / 2**30:.1f}")
         return free >= needed and usable >= RESIDENT * size
 
-    def _as_forge_has_it(self, found: Accelerator, patcher: Any, extra: float) -> float:
+    def _as_forge_has_it(self, found: Accelerator, patcher: Any, usable: float) -> float:
         """Before Forge loads a UNet in half precision: nothing of it is on the GPU that Forge does not know of. Returns
-        how many bytes more it may take than it has."""
+        how many bytes more than it has it may take, of those for its weights."""
         model, resident = patcher.model, found.arena.resident
-        if not resident or resident.in_parts or resident.device is None:
-            return extra
-        before = _held(found, model)
-        pool_of(resident.device).make_room(self._report, _WHY)
-        resident.in_parts = True
-        if model.model_loaded_weight_memory > 0:
-            if any(not p.is_cuda for p in found.module.parameters()):
-                # Forge takes them for loaded
-                patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
-            else:
-                model.model_loaded_weight_memory = _on_gpu(model)
-        return extra + before - _held(found, model)
+        if resident and not resident.in_parts and resident.device is not None:
+            pool_of(resident.device).make_room(self._report, _WHY)
+            resident.in_parts = True
+            if model.model_loaded_weight_memory > 0:
+                if any(not p.is_cuda for p in found.module.parameters()):
+                    # Forge takes them for loaded
+                    patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
+                else:
+                    model.model_loaded_weight_memory = _on_gpu(model)
+        # an attempt to load all of it may have moved it to system memory
+        return usable - _held(found, model)
 
     def _partially_unload(
         self,
@@ -309,7 +309,14 @@ class ResidentUnet:
         found.arena.resident.in_parts = True
         if found.arena.resident.device is not None:
             pool_of(found.arena.resident.device).make_room(self._report, _WHY)
+        there = [p for p in found.module.parameters() if p.is_cuda]
         patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
+        # Forge puts new objects in the place of those with LoRA, which the state of the call that is short refers to
+        with torch.inference_mode(False), torch.no_grad():
+            for value in there:
+                if value.is_cuda:
+                    set_data(value, live_tensor(value).cpu())
+        del there
         # a forward that finds weights in system memory leaves them as plans laid them
         guarded(self._report, "memory", found.arena.restore_layout_temporarily)
         torch.cuda.empty_cache()
