@@ -313,14 +313,13 @@ class ResidentUnet:
         patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
         # Forge puts new objects in the place of those with LoRA, which the state of the call that is short refers to
         with torch.inference_mode(False), torch.no_grad():
-            for value in there:
-                if value.is_cuda:
-                    set_data(value, live_tensor(value).cpu())
-        del there
+            for value in (p for p in there if p.is_cuda):
+                set_data(value, live_tensor(value).cpu())
         # a forward that finds weights in system memory leaves them as plans laid them
         guarded(self._report, "memory", found.arena.restore_layout_temporarily)
         torch.cuda.empty_cache()
-        taken[1](patcher, taken[2])
+        # others may have taken memory since it was loaded
+        taken[1](patcher, max(1, min(taken[2], gpu_room.free_bytes() - gpu_room.WORKSPACE)))
         _load_anew(patcher.model)
         return True
 
