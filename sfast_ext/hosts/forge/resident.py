@@ -187,7 +187,7 @@ class ResidentUnet:
     def _loaded(self, place: torch.device, load: Callable[[], Any]) -> bool:
         """Whether a UNet was loaded as a whole. Weights that get LoRA need more room next to it while they are made,
         for which graphs and 8-bit weights give way: they are made again with the next plan."""
-        for give in (lambda: pool_of(place).make_room(self._report, _WHY), None):
+        for give in (lambda: self._free_plans(place), None):
             try:
                 load()
                 return True
@@ -228,10 +228,10 @@ class ResidentUnet:
 
     def _as_forge_has_it(self, found: Accelerator, patcher: Any, usable: float) -> float:
         """Before Forge loads a UNet in half precision: nothing of it is on the GPU that Forge does not know of. Returns
-        how many bytes more than it has it may take, of those for its weights."""
+        how many more bytes of those for its weights it may take: what failed before may have moved it off the GPU."""
         model, resident = patcher.model, found.arena.resident
         if resident and not resident.in_parts and resident.device is not None:
-            pool_of(resident.device).make_room(self._report, _WHY)
+            self._free_plans(resident.device)
             resident.in_parts = True
             if model.model_loaded_weight_memory > 0:
                 if any(not p.is_cuda for p in found.module.parameters()):
@@ -239,8 +239,11 @@ class ResidentUnet:
                     patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
                 else:
                     model.model_loaded_weight_memory = _on_gpu(model)
-        # an attempt to load all of it may have moved it to system memory
         return usable - _held(found, model)
+
+    def _free_plans(self, device: torch.device) -> None:
+        """Graphs and 8-bit weights give way, as far as they can: on a full card that may fail, and no image ends."""
+        guarded(self._report, "memory", lambda: pool_of(device).make_room(self._report, _WHY))
 
     def _partially_unload(
         self,
@@ -308,7 +311,7 @@ class ResidentUnet:
             return False
         found.arena.resident.in_parts = True
         if found.arena.resident.device is not None:
-            pool_of(found.arena.resident.device).make_room(self._report, _WHY)
+            self._free_plans(found.arena.resident.device)
         there = [p for p in found.module.parameters() if p.is_cuda]
         patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
         # Forge puts new objects in the place of those with LoRA, which the state of the call that is short refers to

@@ -12,6 +12,7 @@ from hosts.adapters.test_forge_resident import SIZE, Running, of, on, room, show
 from hosts.standins.forge_neo_patcher import ModelPatcher
 from sfast_ext.hosts.forge import adapter as forge
 from sfast_ext.runtime.verify import relative_error
+from sfast_ext.weights.banks import Bank
 
 pytestmark = pytest.mark.usefixtures("proportions")
 
@@ -82,6 +83,26 @@ def test_if_all_of_it_cannot_be_loaded_it_is_in_parts_at_once(on: Running, retur
     assert relative_error([found], [wanted]) < 1e-2 and on.model.model_lowvram
     # as much of it as Forge has room for
     assert on.model.model_loaded_weight_memory > 0.7 * SIZE
+
+
+@room(1.6)
+def test_8_bit_weights_that_cannot_be_freed_end_no_image(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    assert on.picture() < 0.06 and on.picture() < 0.06
+    real, failed = Bank.vacate, list[Bank]()
+
+    def short(bank: Bank) -> None:
+        if not failed:
+            failed.append(bank)
+            # the card has no room for a number
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        real(bank)
+
+    monkeypatch.setattr(Bank, "vacate", short)
+    on.lora(online=True, a=2.0)
+    # layers may have kept the layout that plans gave them
+    assert on.picture() < 0.03 and failed and on.model.model_lowvram
+    on.lora()
+    assert on.picture() < 0.06 and not on.model.model_lowvram
 
 
 @pytest.mark.parametrize("mended", [False, True])
