@@ -333,12 +333,11 @@ class ResidentUnet:
 
     def before(self, config: Config) -> None:
         """Settings are about to hold, or the session ends: without 8 bits, weights that stayed in system memory come to
-        the GPU if there is room for all of them, and Forge loads the UNet in parts otherwise."""
+        the GPU if there is room for all of them; what is free may be in pieces. Forge loads it in parts otherwise."""
         if config.enabled and config.eight_bits:
             return
         for unet in list(self._whole):
-            found = accelerator_of(unet)
-            if found is not None:
+            if (found := accelerator_of(unet)) is not None:
                 guarded(self._report, "memory", lambda found=found: self._give_up(found))  # type: ignore[misc]
 
     def _give_up(self, found: Accelerator) -> None:
@@ -350,12 +349,13 @@ class ResidentUnet:
         model = patcher.model
         pool_of(resident.device).make_room(self._report, _WHY)
         missing = _bytes(model) - _on_gpu(model)
-        if missing and gpu_room.free_bytes() < missing + gpu_room.WORKSPACE:
+        if not missing or gpu_room.free_bytes() >= missing + gpu_room.WORKSPACE:
+            found.bring_weights_back()
+        if _on_gpu(model) < _bytes(model):
             self.in_parts(found)
-            return
-        self._whole.pop(found.module, None)
-        found.bring_weights_back()
-        model.model_loaded_weight_memory = _on_gpu(model)
+        else:
+            self._whole.pop(found.module, None)
+            model.model_loaded_weight_memory = _on_gpu(model)
 
 
 def _leave(found: Accelerator) -> None:

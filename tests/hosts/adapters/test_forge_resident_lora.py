@@ -8,11 +8,12 @@ import pytest
 import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
-from hosts.adapters.test_forge_resident import SIZE, Running, of, on, room, shown  # noqa: F401
+from hosts.adapters.test_forge_resident import SIZE, SMALL, Running, of, on, room, shown  # noqa: F401
 from hosts.standins.forge_neo_patcher import ModelPatcher
 from sfast_ext.hosts.forge import adapter as forge
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.weights.banks import Bank
+from sfast_ext.weights.resident import Resident
 
 pytestmark = pytest.mark.usefixtures("proportions")
 
@@ -103,6 +104,31 @@ def test_8_bit_weights_that_cannot_be_freed_end_no_image(on: Running, monkeypatc
     assert on.picture() < 0.03 and failed and on.model.model_lowvram
     on.lora()
     assert on.picture() < 0.06 and not on.model.model_lowvram
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@room(1.8)
+def test_at_the_end_of_a_session_weights_that_cannot_come_back(
+    on: Running,  # noqa: F811
+    times: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on.lora(a=1.0)
+    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    real, failed = Resident.bring_back, list[int]()
+
+    def short(resident: Resident) -> int:
+        if len(failed) < times:
+            failed.append(times)
+            # what is free is in pieces
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return real(resident)
+
+    monkeypatch.setattr(Resident, "bring_back", short)
+    forge.ForgeSession.stop()
+    there = sum(p.nbytes for p in on.host.unet.parameters() if p.is_cuda)
+    assert failed and on.model.model_loaded_weight_memory >= there - SMALL and on.card.used < there + SMALL
+    assert on.picture() < 1e-3
 
 
 @pytest.mark.parametrize("mended", [False, True])
