@@ -32,6 +32,7 @@ from sfast_ext.reasons import Reason
 from sfast_ext.report import Report, rehearsing
 from sfast_ext.runtime.call_server import building
 from sfast_ext.weights.aside import Hidden
+from sfast_ext.weights.original_layout import live_tensor, set_data
 
 UNETS = frozenset({"IntegratedUNet2DConditionModel"})
 """The classes of the networks that are loaded so."""
@@ -177,7 +178,7 @@ class ResidentUnet:
                 self._loads = None
         was_whole = self._whole.pop(found.module, None) is not None
         try:
-            return original(patcher, device_to, self._as_forge_has_it(found, patcher, extra_memory), *args, **more)
+            return original(patcher, device_to, self._as_forge_has_it(found, patcher, usable), *args, **more)
         finally:
             found.arena.resident.in_parts = bool(model.model_lowvram)
             if was_whole:
@@ -186,7 +187,7 @@ class ResidentUnet:
     def _loaded(self, place: torch.device, load: Callable[[], Any]) -> bool:
         """Whether a UNet was loaded as a whole. Weights that get LoRA need more room next to it while they are made,
         for which graphs and 8-bit weights give way: they are made again with the next plan."""
-        for give in (lambda: pool_of(place).make_room(self._report, _WHY), None):
+        for give in (lambda: self._free_plans(place), None):
             try:
                 load()
                 return True
@@ -225,22 +226,24 @@ class ResidentUnet:
             self._missing[unet] = reasons.IN_PARTS_FIRST(f"{needed / 2**30:.1f}", f"{free / 2**30:.1f}")
         return free >= needed and usable >= RESIDENT * size
 
-    def _as_forge_has_it(self, found: Accelerator, patcher: Any, extra: float) -> float:
+    def _as_forge_has_it(self, found: Accelerator, patcher: Any, usable: float) -> float:
         """Before Forge loads a UNet in half precision: nothing of it is on the GPU that Forge does not know of. Returns
-        how many bytes more it may take than it has."""
+        how many more bytes of those for its weights it may take: what failed before may have moved it off the GPU."""
         model, resident = patcher.model, found.arena.resident
-        if not resident or resident.in_parts or resident.device is None:
-            return extra
-        before = _held(found, model)
-        pool_of(resident.device).make_room(self._report, _WHY)
-        resident.in_parts = True
-        if model.model_loaded_weight_memory > 0:
-            if any(not p.is_cuda for p in found.module.parameters()):
-                # Forge takes them for loaded
-                patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
-            else:
-                model.model_loaded_weight_memory = _on_gpu(model)
-        return extra + before - _held(found, model)
+        if resident and not resident.in_parts and resident.device is not None:
+            self._free_plans(resident.device)
+            resident.in_parts = True
+            if model.model_loaded_weight_memory > 0:
+                if any(not p.is_cuda for p in found.module.parameters()):
+                    # Forge takes them for loaded
+                    patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
+                else:
+                    model.model_loaded_weight_memory = _on_gpu(model)
+        return usable - _held(found, model)
+
+    def _free_plans(self, device: torch.device) -> None:
+        """Graphs and 8-bit weights give way, as far as they can: on a full card that may fail, and no image ends."""
+        guarded(self._report, "memory", lambda: pool_of(device).make_room(self._report, _WHY))
 
     def _partially_unload(
         self,
@@ -308,12 +311,18 @@ class ResidentUnet:
             return False
         found.arena.resident.in_parts = True
         if found.arena.resident.device is not None:
-            pool_of(found.arena.resident.device).make_room(self._report, _WHY)
+            self._free_plans(found.arena.resident.device)
+        there = [p for p in found.module.parameters() if p.is_cuda]
         patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
+        # Forge puts new objects in the place of those with LoRA, which the state of the call that is short refers to
+        with torch.inference_mode(False), torch.no_grad():
+            for value in (p for p in there if p.is_cuda):
+                set_data(value, live_tensor(value).cpu())
         # a forward that finds weights in system memory leaves them as plans laid them
         guarded(self._report, "memory", found.arena.restore_layout_temporarily)
         torch.cuda.empty_cache()
-        taken[1](patcher, taken[2])
+        # others may have taken memory since it was loaded
+        taken[1](patcher, max(1, min(taken[2], gpu_room.free_bytes() - gpu_room.WORKSPACE)))
         _load_anew(patcher.model)
         return True
 
@@ -324,12 +333,11 @@ class ResidentUnet:
 
     def before(self, config: Config) -> None:
         """Settings are about to hold, or the session ends: without 8 bits, weights that stayed in system memory come to
-        the GPU if there is room for all of them, and Forge loads the UNet in parts otherwise."""
+        the GPU if there is room for all of them; what is free may be in pieces. Forge loads it in parts otherwise."""
         if config.enabled and config.eight_bits:
             return
         for unet in list(self._whole):
-            found = accelerator_of(unet)
-            if found is not None:
+            if (found := accelerator_of(unet)) is not None:
                 guarded(self._report, "memory", lambda found=found: self._give_up(found))  # type: ignore[misc]
 
     def _give_up(self, found: Accelerator) -> None:
@@ -341,12 +349,13 @@ class ResidentUnet:
         model = patcher.model
         pool_of(resident.device).make_room(self._report, _WHY)
         missing = _bytes(model) - _on_gpu(model)
-        if missing and gpu_room.free_bytes() < missing + gpu_room.WORKSPACE:
+        if not missing or gpu_room.free_bytes() >= missing + gpu_room.WORKSPACE:
+            found.bring_weights_back()
+        if _on_gpu(model) < _bytes(model):
             self.in_parts(found)
-            return
-        self._whole.pop(found.module, None)
-        found.bring_weights_back()
-        model.model_loaded_weight_memory = _on_gpu(model)
+        else:
+            self._whole.pop(found.module, None)
+            model.model_loaded_weight_memory = _on_gpu(model)
 
 
 def _leave(found: Accelerator) -> None:

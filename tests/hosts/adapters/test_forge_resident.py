@@ -314,6 +314,15 @@ def test_a_call_without_a_plan_that_lacks_room_for_all_weights_is_forges(on: Run
     assert on.picture() < 0.06 and not on.model.model_lowvram
 
 
+@room(1.6)
+def test_memory_that_another_program_takes_while_an_image_is_made(on: Running) -> None:
+    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    on.host.callbacks["cfg_denoiser"].append(lambda params: setattr(on.card, "outside", int(0.7 * SIZE)))
+    on.host.unet.middle_block.register_forward_hook(lambda module, given, result: result)
+    # less than there was for it in parts when it was loaded
+    assert on.picture() < 1e-2 and on.model.model_lowvram and on.counter("errors") == 0
+
+
 @room(1.05)
 def test_without_room_for_the_first_image_it_is_loaded_in_parts(on: Running) -> None:
     assert on.picture() < 1e-3 and on.model.model_lowvram and on.counter("captures") == 0

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
-from hosts.adapters.test_forge_resident import SIZE, Running, on, room  # noqa: F401
+from hosts.adapters.test_forge_resident import SIZE, SMALL, Running, of, on, room, shown  # noqa: F401
 from hosts.standins.forge_neo_patcher import ModelPatcher
 from sfast_ext.hosts.forge import adapter as forge
+from sfast_ext.runtime.verify import relative_error
+from sfast_ext.weights.banks import Bank
+from sfast_ext.weights.resident import Resident
 
 pytestmark = pytest.mark.usefixtures("proportions")
 
@@ -32,6 +38,97 @@ def test_a_lora_is_right_after_forge_had_to_load_in_parts(on: Running) -> None: 
     assert on.picture() < 0.06 and on.model.model_lowvram
     on.card.outside = int(0.68 * SIZE)
     assert on.picture() < 0.06 and on.model.model_lowvram
+
+
+@room(1.6, 1.45)
+def test_if_the_first_forward_with_a_lora_runs_out_of_memory(on: Running) -> None:  # noqa: F811
+    on.lora(a=-1.0)
+    wanted = of(1, a=-1.0)
+    conv, real = on.host.unet.out[2], type(on.host.unet.out[2]).forward
+
+    def short(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        if layer is conv and not on.model.model_lowvram:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return real(layer, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(conv), "forward", short)
+        # the weights with LoRA, which Forge replaces, make room for those in parts
+        found = shown(on.host.generate().to("cpu"))
+    assert relative_error([found], [wanted]) < 1e-2 and on.model.model_lowvram
+    for _ in range(2):
+        assert on.picture() < 1e-2 and on.model.model_lowvram
+    assert on.counter("errors") == 0
+
+
+@room(1.6, 1.45)
+@pytest.mark.parametrize("returned", [False, True])
+def test_if_all_of_it_cannot_be_loaded_it_is_in_parts_at_once(on: Running, returned: bool) -> None:  # noqa: F811
+    assert on.picture() < 0.06 and on.picture() < 0.06
+    if returned:
+        # an extension's hook keeps plans from running, and all weights are there
+        on.host.unet.middle_block.register_forward_hook(lambda module, given, result: result)
+        assert on.picture() < 0.06 and not on.away
+    real = ModelPatcher.load
+
+    def short(patcher: Any, *args: Any, full_load: bool = False, **more: Any) -> None:
+        if full_load:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        real(patcher, *args, full_load=full_load, **more)
+
+    on.lora(a=1.0)
+    wanted = of(1, a=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelPatcher, "load", short)
+        found = shown(on.host.generate().to("cpu"))
+    assert relative_error([found], [wanted]) < 1e-2 and on.model.model_lowvram
+    # as much of it as Forge has room for
+    assert on.model.model_loaded_weight_memory > 0.7 * SIZE
+
+
+@room(1.6)
+def test_8_bit_weights_that_cannot_be_freed_end_no_image(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    assert on.picture() < 0.06 and on.picture() < 0.06
+    real, failed = Bank.vacate, list[Bank]()
+
+    def short(bank: Bank) -> None:
+        if not failed:
+            failed.append(bank)
+            # the card has no room for a number
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        real(bank)
+
+    monkeypatch.setattr(Bank, "vacate", short)
+    on.lora(online=True, a=2.0)
+    # layers may have kept the layout that plans gave them
+    assert on.picture() < 0.03 and failed and on.model.model_lowvram
+    on.lora()
+    assert on.picture() < 0.06 and not on.model.model_lowvram
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@room(1.8)
+def test_at_the_end_of_a_session_weights_that_cannot_come_back(
+    on: Running,  # noqa: F811
+    times: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on.lora(a=1.0)
+    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    real, failed = Resident.bring_back, list[int]()
+
+    def short(resident: Resident) -> int:
+        if len(failed) < times:
+            failed.append(times)
+            # what is free is in pieces
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return real(resident)
+
+    monkeypatch.setattr(Resident, "bring_back", short)
+    forge.ForgeSession.stop()
+    there = sum(p.nbytes for p in on.host.unet.parameters() if p.is_cuda)
+    assert failed and on.model.model_loaded_weight_memory >= there - SMALL and on.card.used < there + SMALL
+    assert on.picture() < 1e-3
 
 
 @pytest.mark.parametrize("mended", [False, True])
