@@ -226,12 +226,17 @@ class WholeUnet:
         if unet in self._refused and found is not None and found.plans:
             found.forget_plans(_SHORT)
             found.arena.resident.forget()
-        if whole == wanted or not whole and (asked or unet in self._refused):
-            return
-        self._dispatched.pop(unet, None)
-        # one that nothing was accelerated of may be there in parts as well
-        other = whole or layers_bypass_reason(unet) == reasons.OFFLOAD_OF_PARTS()
-        if other and gpu_room.on_gpu(unet) and _is_balanced(unet):
+        if whole:
+            leaves = not wanted
+        else:
+            # one that nothing was accelerated of is not known here
+            leaves = wanted and not asked and unet not in self._refused
+            leaves = leaves and layers_bypass_reason(unet) == reasons.OFFLOAD_OF_PARTS()
+        if not wanted:
+            self._dispatched.pop(unet, None)
+        if leaves and gpu_room.on_gpu(unet) and _is_balanced(unet):
+            # once: if something else is in the way, it comes in parts again
+            self._dispatched[unet] = False, wanted
             self._as_host_has_it(unet)
 
 

@@ -230,6 +230,25 @@ def test_off_and_on_while_it_is_on_the_gpu(card: Running) -> None:
 
 
 @cards(1)
+def test_one_that_is_not_accelerated_leaves_once(card: Running) -> None:
+    card.host.opts.sfast_enabled = False
+    stays(card)
+    assert card.picture() < 2e-3 and in_parts(card.unet)
+    own, take_off, taken = card.unet._old_forward, of_whole(card)._take_off, []
+    # of another extension
+    card.unet._old_forward = lambda *args, **kwargs: own(*args, **kwargs)
+    of_whole(card)._take_off = lambda unet, **more: taken.append(1) or take_off(unet, **more)
+    for _ in range(2):
+        card.host.opts.sfast_enabled = True
+        for _ in range(3):
+            assert card.picture() < 2e-3 and in_parts(card.unet)
+        assert len(taken) == 1
+        taken.clear()
+        card.host.opts.sfast_enabled = False
+        card.picture()
+
+
+@cards(1)
 def test_a_feature_in_between(card: Running) -> None:
     whole(card)
     for _ in range(2):
