@@ -36,11 +36,6 @@ MUTATIONS = [
         (_TESTS + "test_single_precision",),
     ),
     Mutation(
-        "a whole UNet under another extension's forward", _FILE,
-        "or not found.installed()", "",
-        (_TESTS + "test_a_forward_of_another_extension",),
-    ),
-    Mutation(
         "GPU memory that others hold", _FILE,
         "missing <= most and self._make_room(missing)", "missing <= most",
         (_TESTS + "test_what_other_programs_hold_does_not",),

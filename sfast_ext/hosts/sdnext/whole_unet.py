@@ -132,7 +132,7 @@ class WholeUnet:
         unet, size = found.module, _bytes(found.module)
         total = torch.cuda.get_device_properties(place).total_memory
         small = total < SMALL * size if found.config.resident is None else found.config.resident
-        if not small or unet in self._refused or found.parts or not found.installed() or refusal_of(place) is not None:
+        if not small or unet in self._refused or found.parts or refusal_of(place) is not None:
             return False
         # another dispatch has left its hooks, or others lay the weights
         if any(not is_plain(p) or p.is_meta or p.dim() > 1 and p.dtype not in _HALF for p in unet.parameters()):

@@ -168,6 +168,7 @@ MAPS: dict[str, tuple[dict[str, Any], bool]] = {
     "on disk and none": ({"a": "disk", "b": "cpu"}, False),
     "two GPUs": ({"a": "cuda:0", "b": "cpu", "c": "cuda:1"}, False),
     "another device": ({"a": "mps", "b": "cpu"}, False),
+    "a GPU again": ({"a": "cuda:0", "b": "cpu"}, True),
 }
 
 
