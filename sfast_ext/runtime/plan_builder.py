@@ -108,6 +108,12 @@ class PlanBuilder:
         if place is None:
             self.changes.settled(lookup.shape_signature, lookup.key)
             return True
+        asked = self._context.hooks.bypass_reason
+        why = None if asked is None else asked()
+        if why:
+            # the host gave way for want of memory, and has the model in another form since
+            self._context.report.bypassed(reasons.given(why))
+            return False
         reason = reasons.KEEPS_STATE(place)
         if self.changes.record(lookup.shape_signature, lookup.key, place, reason):
             self._cache.reject(lookup.key, reason)

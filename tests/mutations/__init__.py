@@ -71,6 +71,7 @@ def every() -> list[Mutation]:
         transformers,
         values,
         weights,
+        whole_unets,
     )
 
     return [
@@ -95,6 +96,7 @@ def every() -> list[Mutation]:
         *pages.MUTATIONS,
         *eight_bits.MUTATIONS,
         *resident.MUTATIONS,
+        *whole_unets.MUTATIONS,
         *texts.MUTATIONS,
         *transformers.MUTATIONS,
         *transformer_passes.MUTATIONS,

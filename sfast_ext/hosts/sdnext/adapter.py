@@ -217,8 +217,7 @@ class SDNextSession(Session):
 
     def release_models(self) -> None:
         """Release every network, and what is kept of IP-Adapters."""
-        for pipe in (_pipeline(), _refiner()):
-            self._offload.whole.follow(_unet(pipe), _OFF)
+        self._offload.whole.release()
         super().release_models()
         self._texts.release()
         self._ip_adapters.clear()

@@ -25,6 +25,7 @@ from sfast_ext.hosts import gpu_room, reasons, system_memory
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import place_of
+from sfast_ext.hosts.sdnext.refusals import layers_bypass_reason
 from sfast_ext.hosts.session import guarded
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.reasons import Reason
@@ -77,6 +78,9 @@ class WholeUnet:
 
     def why_in_parts(self, unet: nn.Module) -> Reason | None:
         """Why a UNet came in parts all the same; None if nothing is to be said of 8 bits."""
+        found = accelerator_of(unet)
+        if found is None or not _is_on(found.config):
+            return None
         return reasons.OFFLOAD_SHORT() if unet in self._refused else self._missing.get(unet)
 
     # as SD.Next dispatches it
@@ -128,7 +132,7 @@ class WholeUnet:
         unet, size = found.module, _bytes(found.module)
         total = torch.cuda.get_device_properties(place).total_memory
         small = total < SMALL * size if found.config.resident is None else found.config.resident
-        if not small or unet in self._refused or found.parts or not found.installed() or refusal_of(place) is not None:
+        if not small or unet in self._refused or found.parts or refusal_of(place) is not None:
             return False
         # another dispatch has left its hooks, or others lay the weights
         if any(not is_plain(p) or p.is_meta or p.dim() > 1 and p.dtype not in _HALF for p in unet.parameters()):
@@ -202,25 +206,37 @@ class WholeUnet:
         torch.cuda.empty_cache()
 
     def follow(self, unet: nn.Module | None, config: Config) -> None:
-        """Settings are about to hold for a UNet, which is not called meanwhile. If it would come another way with them, it
-        leaves the GPU, and its next call dispatches it anew.
+        """Settings are about to hold for a UNet, which is not called meanwhile. If it would come another way with them,
+        it leaves the GPU, and its next call dispatches it anew.
 
         Args:
             config: those with which nothing is accelerated if the UNet is about to be released.
         """
-        if unet is not None and unet in self._dispatched and self._take_off is not None:
+        if unet is not None and self._take_off is not None:
             guarded(self._report, "memory", lambda: self._follow(unet, config))
 
+    def release(self) -> None:
+        """Nothing is accelerated any more."""
+        for unet in list(self._dispatched):
+            self.follow(unet, Config(enabled=False))
+
     def _follow(self, unet: nn.Module, config: Config) -> None:
-        (whole, asked), wanted = self._dispatched[unet], _is_on(config)
-        found = accelerator_of(unet)
+        whole, asked = self._dispatched.get(unet, (False, False))
+        wanted, found = _is_on(config), accelerator_of(unet)
         if unet in self._refused and found is not None and found.plans:
             found.forget_plans(_SHORT)
             found.arena.resident.forget()
-        if whole == wanted or not whole and (asked or unet in self._refused):
-            return
-        del self._dispatched[unet]
-        if gpu_room.on_gpu(unet) and _is_balanced(unet):
+        if whole:
+            leaves = not wanted
+        else:
+            # one that nothing was accelerated of is not known here
+            leaves = wanted and not asked and unet not in self._refused
+            leaves = leaves and layers_bypass_reason(unet) == reasons.OFFLOAD_OF_PARTS()
+        if not wanted:
+            self._dispatched.pop(unet, None)
+        if leaves and gpu_room.on_gpu(unet) and _is_balanced(unet):
+            # once: if something else is in the way, it comes in parts again
+            self._dispatched[unet] = False, wanted
             self._as_host_has_it(unet)
 
 

@@ -89,10 +89,10 @@ class Running:
     def unet(self) -> Any:
         return self.host.modeldata.model_data.sd_model.unet
 
-    def picture(self, steps: int = 4, seed: int = 1, multiplier: float = 0.0) -> float:
+    def picture(self, steps: int = 4, seed: int = 1, multiplier: float = 0.0, side: int = 16, **more: Any) -> float:
         """Make an image; how far its latent is from one of the twin."""
         lora, device = self.host.processing.lora, self.devices.device
-        job: dict[str, Any] = {"width": 16, "height": 16, "steps": steps, "seed": seed}
+        job: dict[str, Any] = {"width": side, "height": side, "steps": steps, "seed": seed, **more}
         found = self.host.picture(network=network(self.twin), multiplier=multiplier, **job)
         assert not self.card.faults
         self.devices.device = torch.device("cpu")
@@ -101,7 +101,7 @@ class Running:
         finally:
             self.devices.device = device
         generator = torch.Generator().manual_seed(seed)
-        latent = torch.randn(1, 4, 16, 16, generator=generator).to(HALF)
+        latent = torch.randn(1, 4, side, side, generator=generator).to(HALF)
         with torch.no_grad(), apart():
             context = self.encoder(torch.randn(2, 7, 64, generator=generator).to(HALF))
             for step in range(steps):
