@@ -162,7 +162,8 @@ class PlanFinder:
         if len(call.leaves) == 1 and self._loses_digits(call.leaves[0]):
             raise NotOurs(reasons.ONE_VALUE())
         known, due = self.keys.last, self.keys.stale
-        host = _ask("key", hooks.key) if hooks.key else None
+        # rare calls are counted by their key
+        host = _ask("key", hooks.key) if hooks.key and self._context.config.rare_calls else None
         unread = None if known is None or known[1] else PlanKey(call.signature, known[0], host, device)
         if unread is not None and self._gets_no_plan(unread):
             # what makes the key costs a slow CPU as much as some layers; that it is not confirmed tells
@@ -182,6 +183,7 @@ class PlanFinder:
         if foreign:
             raise NotOurs(foreign)
         if hooks.key:
+            host = _ask("key", hooks.key)
             # what it returned may have no hash
             current.stage = "key of the host"
         key = PlanKey(call.signature, behaviour, host, device)
