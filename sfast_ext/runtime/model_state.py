@@ -147,6 +147,13 @@ class ModuleContext:
         """The accelerators of the module's parts; none of a part's."""
         return [] if self.is_part else self.model.parts
 
+    def bypassed(self) -> bool:
+        """Whether the host wants calls to be bypassed by now. The report gets the reason."""
+        why = None if self.hooks.bypass_reason is None else self.hooks.bypass_reason()
+        if why:
+            self.report.bypassed(reasons.given(why))
+        return bool(why)
+
     def device(self) -> torch.device | None:
         """The device of the first parameter, of those that are not set aside. None if there is none."""
         first, resident = _first_parameter(self.module), self.arena.resident

@@ -76,11 +76,8 @@ class PlanBuilder:
     def __init__(
         self, context: ModuleContext, cache: PlanCache, runner: PlanRunner, failures: Failures, backoff: CaptureBackoff
     ) -> None:
-        self._context = context
-        self._cache = cache
-        self._runner = runner
-        self._failures = failures
-        self._backoff = backoff
+        self._context, self._cache, self._runner = context, cache, runner
+        self._failures, self._backoff = failures, backoff
         self._op_sequences: dict[Hashable, set[OpSequence]] = {}
         self.changes = StateChanges()
         self.roles = ArgumentRoles()
@@ -108,11 +105,8 @@ class PlanBuilder:
         if place is None:
             self.changes.settled(lookup.shape_signature, lookup.key)
             return True
-        asked = self._context.hooks.bypass_reason
-        why = None if asked is None else asked()
-        if why:
+        if self._context.bypassed():
             # the host gave way for want of memory, and has the model in another form since
-            self._context.report.bypassed(reasons.given(why))
             return False
         reason = reasons.KEEPS_STATE(place)
         if self.changes.record(lookup.shape_signature, lookup.key, place, reason):

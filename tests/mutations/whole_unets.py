@@ -6,7 +6,8 @@ from mutations import Mutation
 
 _FILE = "hosts/sdnext/whole_unet.py"
 _TESTS = "hosts/adapters/test_sdnext_whole_unet.py::"
-_SHORT = (_TESTS + "test_the_first_forward_runs_out_of_memory",)
+_OUT = "hosts/adapters/test_sdnext_whole_short.py::"
+_SHORT = (_OUT + "test_the_first_forward_runs_out_of_memory",)
 _ON_GPU = (_TESTS + "test_off_and_on_while_it_is_on_the_gpu",)
 
 MUTATIONS = [
@@ -43,17 +44,17 @@ MUTATIONS = [
     Mutation(
         "memory that ran out once", _FILE,
         "or unet in self._refused or found.parts", "or found.parts",
-        (_TESTS + "test_a_later_size_runs_out_of_memory",),
+        (_OUT + "test_a_later_size_runs_out_of_memory",),
     ),
     Mutation(
         "a forward that runs out of memory in a rehearsal", _FILE,
         "if rehearsing() or building() or torch_state.obstacle() is not None:", "if False:",
-        (_TESTS + "test_nothing_gives_way_in_a_rehearsal",),
+        (_OUT + "test_nothing_gives_way_in_a_rehearsal",),
     ),
     Mutation(
         "memory that runs out as a UNet comes", "hosts/sdnext/offload.py",
         "self.whole.did_not_fit(model)", "pass",
-        (_TESTS + "test_memory_runs_out_as_it_comes",),
+        (_OUT + "test_memory_runs_out_as_it_comes",),
     ),
     Mutation(
         "a UNet that came another way in the middle of an image", "hosts/sdnext/hooks.py",
@@ -62,7 +63,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a model that is in another form since the original ran", "runtime/plan_builder.py",
-        "if why:", "if False:",
+        "if self._context.bypassed():", "if False:",
         _SHORT,
     ),
     Mutation(

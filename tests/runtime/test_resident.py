@@ -173,17 +173,24 @@ def test_off_gives_them_back_at_once_and_the_exact_bits(card: Card) -> None:
     assert on.count("errors") == 0, on.words()
 
 
+def in_memory() -> list[torch.Tensor]:
+    """Large tensors in half precision in system memory, whoever refers to them."""
+    gc.collect()
+    every = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
+    return [x for x in every if x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.numel() >= 4096]
+
+
 def test_system_memory_is_that_of_the_start_after_the_model_is_gone(card: Card) -> None:
+    # those that other tests have left; no other tensor gets their addresses
+    others = in_memory()
     on = started(calls=11)
     assert not on.acc.arena.resident._copies.bytes
     on.acc.release()
     resident = on.acc.arena.resident
     assert not resident and not resident._copies.bytes and not resident.banks
     storages = {p.untyped_storage()._cdata for p in on.ours.parameters()}
-    gc.collect()
-    held = {x.untyped_storage()._cdata for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)
-            and x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.numel() >= 4096}  # fmt: skip
-    mine = {p.untyped_storage()._cdata for p in on.twin.parameters()}
+    held = {x.untyped_storage()._cdata for x in in_memory()}
+    mine = {x.untyped_storage()._cdata for x in (*on.twin.parameters(), *others)}
     assert held <= mine | storages
 
 
