@@ -192,4 +192,14 @@ MUTATIONS = [
         "first = live_tensor(tensor)[", "first = tensor.detach()[",
         ("weights/test_original_layout.py::test_a_tensor_of_inference_mode_is_brought_home",),
     ),
+    Mutation(
+        "layers of a network that is gone", "hosts/a1111/lora.py",
+        "[weakref.ref(m) for m in named", "[lambda m=m: m for m in named",
+        ("hosts/adapters/test_a1111_resident_memory.py::test_at_rest_it_is_what_the_webui_takes_alone",),
+    ),
+    Mutation(
+        "layers of a network that is gone, by Hypertile", "hosts/a1111/adapter.py",
+        "[weakref.ref(m) for m in modules", "[lambda m=m: m for m in modules",
+        ("hosts/adapters/test_a1111.py::test_what_is_known_of_a_network_keeps_none_of_its_layers",),
+    ),
 ]

@@ -32,6 +32,8 @@ from sfast_ext.ui import words
 
 LEFTOVER_MARKS = frozenset({"_tome_info", "_deepcache_hooked"})
 """What token merging and DeepCache leave on modules after they are off. While they are on, other signs show it."""
+HYPERTILE = "__webui_hypertile_params"
+"""Where Hypertile has its parameters on each layer that it may change."""
 
 
 def detect() -> bool:
@@ -56,7 +58,7 @@ class A1111Hooks:
         # Weak: the WebUI may drop the model before its accelerator is released.
         self._unet = weakref.ref(unet)
         self._lora = lora.LoraLayers()
-        self._hypertile: list[Any] = []
+        self._hypertile: list[weakref.ref[nn.Module]] = []
         self.whole: WholeUnet | None = None
         """Whether a UNet that --lowvram moves comes as a whole; None for what is no UNet of a session."""
         self._offloaded: Reason | None = None
@@ -93,7 +95,8 @@ class A1111Hooks:
         unet = self._unet()
         modules = [] if unet is None else list(unet.modules())
         self._lora = lora.LoraLayers(modules, self._on_gpu)
-        self._hypertile = [p for p in (vars(m).get("__webui_hypertile_params") for m in modules) if p is not None]
+        # its parameters hold their layer; see `LoraLayers`
+        self._hypertile = [weakref.ref(m) for m in modules if HYPERTILE in vars(m)]
         self._dormant.new_pass()
         self._offloaded = self._offload_reason()
 
@@ -140,7 +143,9 @@ class A1111Hooks:
         return None
 
     def _hypertile_reason(self) -> Reason | None:
-        return reasons.HYPERTILE() if any(params.enabled for params in self._hypertile) else None
+        layers = (layer for each in self._hypertile if (layer := each()) is not None)
+        is_on = any(getattr(vars(layer).get(HYPERTILE), "enabled", False) for layer in layers)
+        return reasons.HYPERTILE() if is_on else None
 
     def prepare(self) -> None:
         """Apply the active LoRAs to the weights.
@@ -170,7 +175,7 @@ class A1111Hooks:
         if kind in ("class", "function", "replaced") and (is_host_code(function) or wraps_torchs(function)):
             return True
         # A patch that was switched on meanwhile bypasses the call before this is asked.
-        params = vars(module).get("__webui_hypertile_params")
+        params = vars(module).get(HYPERTILE)
         if kind == "forward" and params is not None and getattr(function, "__wrapped__", None) == params.forward:
             return True
         return self._dormant.vouch(function)

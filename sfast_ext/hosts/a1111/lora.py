@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -47,7 +48,9 @@ class LoraLayers:
         self._on_gpu = on_gpu
         # it names the layers of the model, and not those of a ControlNet
         named = (m for m in modules if isinstance(m, LAYERS) and hasattr(m, "network_layer_name"))
-        self._layers = [m for m in named if id(m) not in inside]
+        # Weak: what the session has of a network goes once the network is gone. Layers that were held here would stay
+        # until Python collects garbage once more, with the copies of their weights that the WebUI keeps on them.
+        self._layers = [weakref.ref(m) for m in named if id(m) not in inside]
         self._applied: tuple[Any, ...] | None = None
         self.has_bias = b""
         """Of each layer. A LoRA may give a bias to a layer that has none, and take it away."""
@@ -67,17 +70,18 @@ class LoraLayers:
         wanted = tuple((n.name, n.te_multiplier, n.unet_multiplier, n.dyn_dim) for n in module.loaded_networks)
         # The first and the last layer show what happened outside plans: a checkpoint loaded into the same modules,
         # which resets every layer, or a call of the original forward that was interrupted.
-        ends = self._layers[0], self._layers[-1]
+        ends = self._layers[0](), self._layers[-1]()
         if wanted == self._applied and all(getattr(layer, "network_current_names", ()) == wanted for layer in ends):
             return
+        layers = [layer for each in self._layers if (layer := each()) is not None]
         with torch.no_grad():
-            for layer in self._layers:
+            for layer in layers:
                 names = {getattr(layer, "network_layer_name", "")}
                 changes = any(not names.isdisjoint(getattr(n, "modules", names)) for n in module.loaded_networks)
                 with self._on_gpu(layer) if changes else contextlib.nullcontext():
                     module.network_apply_weights(layer)
         self._applied = wanted
-        self.has_bias = bytes(_has_bias(layer) for layer in self._layers)
+        self.has_bias = bytes(_has_bias(layer) for layer in layers)
 
 
 def _has_bias(layer: nn.Module) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import sys
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -313,8 +315,8 @@ def test_an_sdunet_that_comes_within_a_pass_is_seen_at_the_call(host):
     assert "[TRT] engine" in str(hooks.bypass_reason())
 
 
-def hypertile(host: Any) -> None:
-    layer = unet_of(host).middle_block[1].transformer_blocks[0].attn1
+def hypertile(host: Any, unet: Any = None) -> None:
+    layer = (unet or unet_of(host)).middle_block[1].transformer_blocks[0].attn1
     params = SimpleNamespace(enabled=True, forward=layer.forward)
     setattr(layer, "__webui_hypertile_params", params)
 
@@ -378,6 +380,25 @@ def test_hypertile_that_is_off_again_is_no_patch(host):
     vars(unet.middle_block[1].transformer_blocks[0].attn1)["__webui_hypertile_params"].enabled = False
     assert same(host.generate(), reference(1))
     assert count("plans run") == 2
+
+
+@pytest.mark.parametrize("kind", [a1111.A1111Hooks, a1111.A1111TextHooks])
+def test_what_is_known_of_a_network_keeps_none_of_its_layers(host, kind):
+    started(host)
+    unet = standin.make_unet(3)
+    standin.name_layers(unet)
+    hypertile(host, unet)
+    hooks = kind(unet)
+    hooks.new_pass()
+    host.lora(a=1.0)
+    hooks.prepare()
+    left = [weakref.ref(layer) for layer in unet.modules()]
+    del unet
+    gc.collect()
+    assert not [layer for each in left if (layer := each()) is not None]
+    assert hooks.bypass_reason() is None
+    # no layer is there to be changed
+    hooks.prepare()
 
 
 def test_an_unknown_patch_on_a_layer_goes_to_the_original(host):
