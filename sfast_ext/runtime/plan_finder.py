@@ -21,7 +21,7 @@ The second lookup of a call confirms the weights. The key is not validated again
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -162,17 +162,17 @@ class PlanFinder:
         if len(call.leaves) == 1 and self._loses_digits(call.leaves[0]):
             raise NotOurs(reasons.ONE_VALUE())
         known, due = self.keys.last, self.keys.stale
-        # rare calls are counted by their key
-        host = _ask("key", hooks.key) if hooks.key and self._context.config.rare_calls else None
+        rare = self._context.config.rare_calls
+        # they are counted by their key
+        host = self._prepared() if rare else None
         unread = None if known is None or known[1] else PlanKey(call.signature, known[0], host, device)
         if unread is not None and self._gets_no_plan(unread):
             # what makes the key costs a slow CPU as much as some layers; that it is not confirmed tells
             return Lookup(call, unread, None, False, False, False, ReplayState.BUILD)
         if self._roles.known:
             call = self._roles.flatten(call, args, kwargs, device, trust=speculate)
-        if hooks.prepare is not None:
-            # before the key is read: it may add a bias to a layer
-            _ask("prepare", hooks.prepare)
+        if not rare:
+            host = self._prepared()
         current.stage = "behaviour key"
         key_confirmed = known is None
         behaviour, foreign = self.keys.read() if known is None else known
@@ -183,7 +183,6 @@ class PlanFinder:
         if foreign:
             raise NotOurs(foreign)
         if hooks.key:
-            host = _ask("key", hooks.key)
             # what it returned may have no hash
             current.stage = "key of the host"
         key = PlanKey(call.signature, behaviour, host, device)
@@ -234,6 +233,14 @@ class PlanFinder:
             confirmed = not self._reads(plan)
         state = state_of(plan, key_confirmed, confirmed)
         return Lookup(call, key, plan, key_confirmed, confirmed, compared, state, self._context.arena.copied)
+
+    def _prepared(self) -> Hashable:
+        """Have the host prepare the module for a plan, before its behaviour is read: it may add a bias to a layer.
+        Returns the host's part of the key."""
+        hooks = self._context.hooks
+        if hooks.prepare is not None:
+            _ask("prepare", hooks.prepare)
+        return _ask("key", hooks.key) if hooks.key else None
 
     def _gets_no_plan(self, key: PlanKey) -> bool:
         """Whether calls of the kind of this one have no plan and get none, whatever the model and the host are like."""

@@ -7,7 +7,7 @@ from mutations import Mutation
 MUTATIONS = [
     Mutation(
         "a layer of torch's attention gets what a LoRA adds once", "hosts/a1111/lora.py",
-        "self._layers = [m for m in named if id(m) not in inside]", "self._layers = list(named)",
+        "[weakref.ref(m) for m in named if id(m) not in inside]", "[weakref.ref(m) for m in named]",
         ("hosts/adapters/test_a1111_text.py::test_a_layer_of_torchs_attention_is_left_to_the_attention",
          "hosts/adapters/test_a1111_text.py::test_loras_are_in_what_a_plan_reads_and_gone_afterwards"),
     ),

@@ -224,4 +224,4 @@ def test_a_layer_of_torchs_attention_is_left_to_the_attention():
     standin.name_layers(tree, "te")
     with standin.running():
         layers = LoraLayers(tree.modules())
-        assert layers._layers == [attention, tree[1]]
+        assert [each() for each in layers._layers] == [attention, tree[1]]
