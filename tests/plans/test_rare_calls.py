@@ -107,6 +107,19 @@ def test_until_a_plan_pays_the_behaviour_is_not_read(monkeypatch: pytest.MonkeyP
     assert ours.call() == 0
 
 
+def test_calls_count_whose_key_has_what_is_prepared_in_it(monkeypatch: pytest.MonkeyPatch):
+    prepared = list[int]()
+    hooks = Hooks(key=lambda: tuple(prepared), prepare=lambda: prepared.append(1) if not prepared else None)
+    ours = Counted(replace(CONFIG, rare_gain=0.5), hooks)
+    monkeypatch.setattr(payback.Runs, "spent", lambda runs: math.inf if len(runs.pending) > 1 else 0.0)
+    for prepares in (0, 0, 1, 1):
+        # as the layers of AUTOMATIC1111's Lora, which are read anew for each image
+        prepared.clear()
+        ours.accelerator.new_generation()
+        ours.call()
+        assert ours.count("captures") == prepares
+
+
 def test_each_size_waits_for_its_own_second_call():
     ours = Counted()
     for width in (64, 48, 64, 48):
