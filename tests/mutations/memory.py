@@ -27,7 +27,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a number of a VAE for another load", "hosts/forge/vae_room.py",
-        "finally:\n self._needs = self._withheld = None", "finally:\n            pass",
+        "finally:\n self._call.needs = self._call.withheld = None", "finally:\n            pass",
         (_ROOM + "test_the_number_holds_for_the_load_of_that_vae_alone",),
     ),
     Mutation(

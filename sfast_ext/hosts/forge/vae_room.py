@@ -7,6 +7,7 @@ Forge estimates what the original takes, and moves models to system memory until
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,18 @@ from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.session import guarded
 from sfast_ext.report import Report
+
+
+class _Call(threading.local):
+    """The call of a VAE in this thread. A preview may be decoded at the same time as an image.
+
+    Attributes:
+        needs: the patcher of the VAE that is about to run, and the bytes that its plan needs.
+        withheld: frees what Forge was not asked for.
+    """
+
+    needs: tuple[Any, float] | None = None
+    withheld: Callable[[], object] | None = None
 
 
 class VaeRoom:
@@ -31,10 +44,7 @@ class VaeRoom:
         self._make_room, self._report = make_room, report
         self._loaded: Callable[[], Sequence[Any]] = list
         self._free: Callable[..., Any] | None = None
-        self._needs: tuple[Any, float] | None = None
-        """The patcher of the VAE that is about to run, and the bytes that its plan needs."""
-        self._withheld: Callable[[], object] | None = None
-        """Frees what Forge was not asked for in this call."""
+        self._call = _Call()
 
     def install(self, host: Installation) -> None:
         """Wrap functions of Forge."""
@@ -48,7 +58,7 @@ class VaeRoom:
     def gave_way(self) -> bool:
         """The original of a VAE's part is short of memory: whether Forge was told less than it takes, and freed the
         rest now."""
-        withheld, self._withheld = self._withheld, None
+        withheld, self._call.withheld = self._call.withheld, None
         if withheld is None:
             return False
         withheld()
@@ -68,13 +78,13 @@ class VaeRoom:
     def _telling(self, vae: Any, part: str, operand: Any) -> Iterator[None]:
         def ask() -> None:
             planned = self._planned_bytes(vae, part, operand)
-            self._needs = None if planned is None else (vae.patcher, planned)
+            self._call.needs = None if planned is None else (vae.patcher, planned)
 
         guarded(self._report, "memory", ask)
         try:
             yield
         finally:
-            self._needs = self._withheld = None
+            self._call.needs = self._call.withheld = None
 
     def _planned_bytes(self, vae: Any, part: str, operand: Any) -> float | None:
         """What the plan needs that serves a call; None if none does.
@@ -97,7 +107,7 @@ class VaeRoom:
         self, original: Callable[..., Any], models: Any, memory_required: float = 0, *args: Any, **more: Any
     ) -> Any:
         # for the first load alone: Forge loads again to decode in tiles, if memory ran out
-        needs, self._needs = self._needs, None
+        needs, self._call.needs = self._call.needs, None
         if needs is None or needs[1] >= memory_required or [*models] != [needs[0]]:
             return original(models, memory_required, *args, **more)
         patcher, planned = needs
@@ -108,7 +118,7 @@ class VaeRoom:
             assert self._free is not None
             self._free(memory_required, place, kept)
 
-        self._withheld = free
+        self._call.withheld = free
         result = original(models, planned, *args, **more)
         others = gpu_room.left_to_others(planned)
         self._make_room(planned + others, others > 0)

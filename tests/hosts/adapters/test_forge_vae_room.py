@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -184,3 +185,27 @@ def test_next_to_weights_in_8_bits_memory_is_left_to_other_programs(
     monkeypatch.setattr(gpu_room, "left_to_others", lambda needed: 7.0)
     on.decode()
     assert made == [(on.planned(), False), (on.planned() + 7, True)]
+
+
+def test_a_preview_in_another_thread_takes_nothing_away(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    room, alone, seen = on.session._vae_room, on.vae.patcher, list[bool]()
+    monkeypatch.setattr(room, "_planned_bytes", lambda *_: float(MB))
+
+    def preview() -> None:
+        room._decode(lambda vae, samples: seen.append(room.gave_way()), on.vae, torch.zeros(1, 4, SIZE, SIZE))
+
+    def meanwhile() -> None:
+        thread = threading.Thread(target=preview)
+        thread.start()
+        thread.join()
+
+    def decode(vae: Any, samples: Any) -> None:
+        meanwhile()
+        on.host.memory.load_models_gpu([alone], memory_required=FORGES)
+        meanwhile()
+        seen.append(room.gave_way())
+
+    on.load_text()
+    room._decode(decode, on.vae, torch.zeros(1, 4, SIZE, SIZE))
+    assert seen == [False, False, True]
+    assert on.asked == [pytest.approx(MB, abs=9), FORGES]
