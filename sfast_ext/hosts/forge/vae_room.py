@@ -99,9 +99,11 @@ class VaeRoom:
             return None
         if not isinstance(operand, torch.Tensor) or operand.dim() != 4 or len(operand) != 1:
             return None
-        with torch.inference_mode(False):
+        with contextlib.suppress(torch.cuda.OutOfMemoryError), torch.inference_mode(False):
+            # on a card that is full before Forge has freed any, Forge's own number holds
             alike = torch.empty_like(operand, dtype=vae.vae_dtype, device=place, requires_grad=False)
-        return gpu_room.planned_bytes(module, (alike,))
+            return gpu_room.planned_bytes(module, (alike,))
+        return None
 
     def _load(
         self, original: Callable[..., Any], models: Any, memory_required: float = 0, *args: Any, **more: Any

@@ -209,3 +209,11 @@ def test_a_preview_in_another_thread_takes_nothing_away(on: Running, monkeypatch
     room._decode(decode, on.vae, torch.zeros(1, 4, SIZE, SIZE))
     assert seen == [False, False, True]
     assert on.asked == [pytest.approx(MB, abs=9), FORGES]
+
+
+def test_a_card_that_is_full_when_the_plan_is_asked(on: Running) -> None:
+    on.decode(), on.decode(), on.decode()
+    held = torch.empty(int(torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device=GPU)
+    assert on.session._vae_room._planned_bytes(on.vae, "decoder", torch.zeros(1, 4, SIZE, SIZE)) is None
+    del held
+    assert on.session._vae_room._planned_bytes(on.vae, "decoder", torch.zeros(1, 4, SIZE, SIZE)) == on.planned()
