@@ -204,7 +204,7 @@ class PlanFinder:
         if not speculate and not settled(call.pending):
             return self.find(args, kwargs, speculate=False)
         key_confirmed = key_confirmed or (not speculate and self.keys.trusted)
-        if plan is None and not self._cache.rejected and not self.builds(key):
+        if plan is None and not self._cache.rejected and not (rare or self.builds(key)):
             # neither the key nor the weights matter to the original forward; its own order of them stays. No plan is
             # made: that it is not confirmed tells
             return Lookup(call, key, None, False, False, False, ReplayState.BUILD)

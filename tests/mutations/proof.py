@@ -11,6 +11,12 @@ MUTATIONS = [
         ("plans/test_rare_calls.py::test_until_a_plan_pays_the_behaviour_is_not_read",),
     ),
     Mutation(
+        "the behaviour of rare calls whose kind has a plan", "runtime/plan_finder.py",
+        "not (rare or self.builds(key))", "not self.builds(key)",
+        ("plans/test_rare_calls.py::"
+         "test_another_behaviour_waits_for_its_own_second_call_whatever_the_host_adds_to_the_key",),
+    ),
+    Mutation(
         "the host's part of a key that is not read", "runtime/plan_finder.py",
         "PlanKey(call.signature, known[0], host, device)", "PlanKey(call.signature, known[0], None, device)",
         ("plans/test_rare_calls.py::test_until_a_plan_pays_the_behaviour_is_not_read",),

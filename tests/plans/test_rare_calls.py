@@ -120,6 +120,26 @@ def test_calls_count_whose_key_has_what_is_prepared_in_it(monkeypatch: pytest.Mo
         assert ours.count("captures") == prepares
 
 
+def test_another_behaviour_waits_for_its_own_second_call_whatever_the_host_adds_to_the_key():
+    seamless = [False]
+    ours = Counted(hooks=Hooks(key=lambda: seamless[0]))
+
+    def calls(times: int) -> list[int]:
+        found = []
+        for _ in range(times):
+            ours.accelerator.new_generation()
+            found.append(ours.call())
+        return found
+
+    assert calls(3) == [1, 1, 0]
+    # what the host says changes with an attribute of layers
+    seamless[0] = True
+    for layer in (*ours.module.modules(), *ours.twin.modules()):
+        if type(layer) is torch.nn.Conv2d:
+            layer.padding_mode = "circular"
+    assert calls(3) == [1, 1, 0] and ours.count("captures") == 2
+
+
 def test_each_size_waits_for_its_own_second_call():
     ours = Counted()
     for width in (64, 48, 64, 48):
