@@ -36,7 +36,7 @@ def held() -> int:
 def scenes(seed: int) -> list[Scene]:
     """A random order of what a user does; at the end another checkpoint, with a LoRA."""
     draw, found = random.Random(seed), list[Scene]()
-    for _ in range(5):
+    for _ in range(2):
         kind = draw.choice(["lora", "lora", "plain", "bypassed", "sfast_eight_bits", "sfast_enabled", "load"])
         found.append((kind, draw.randint(1, 2) if kind == "load" else draw.choice([-0.6, 0.3, 0.6])))
     return [*found, ("lora", 0.6), ("load", 2), ("sfast_eight_bits", None), ("lora", -0.6)]
