@@ -201,30 +201,27 @@ def test_a_forward_of_another_extension(card: Running) -> None:
     assert of_whole(card).places(unet, {"a": "cuda:0", "b": "cpu"}) is not None
 
 
-@cards(1)
-def test_off_and_on(card: Running) -> None:
+def switch_off_and_on(card: Running, *, stays_there: bool) -> None:
     opts = card.host.opts
     for name in ("sfast_eight_bits", "sfast_enabled"):
         whole(card)
+        assert card.unet.device.type == "cuda" or not stays_there
         setattr(opts, name, False)
         for _ in range(2):
             assert card.picture() < 2e-3 and in_parts(card.unet)
         setattr(opts, name, True)
     whole(card)
+
+
+@cards(1)
+def test_off_and_on(card: Running) -> None:
+    switch_off_and_on(card, stays_there=False)
 
 
 @cards(0)
 def test_off_and_on_while_it_is_on_the_gpu(card: Running) -> None:
-    opts = card.host.opts
     stays(card)
-    for name in ("sfast_eight_bits", "sfast_enabled"):
-        whole(card)
-        assert card.unet.device.type == "cuda"
-        setattr(opts, name, False)
-        for _ in range(2):
-            assert card.picture() < 2e-3 and in_parts(card.unet)
-        setattr(opts, name, True)
-    whole(card)
+    switch_off_and_on(card, stays_there=True)
 
 
 @cards(1)

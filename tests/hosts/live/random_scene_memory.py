@@ -36,12 +36,10 @@ def in_use():
 
 
 def pinned():
-    # torch's pinned memory, with and without what torch keeps of freed blocks
+    # torch's pinned memory, with what torch keeps of freed blocks
     if not torch.cuda.is_available() or not hasattr(torch.cuda, "host_memory_stats"):
         return {}
-    names = {"pinned": "allocated_bytes.current", "pinned_in_use": "active_bytes.current"}
-    told = torch.cuda.host_memory_stats()
-    return {name: told.get(key) for name, key in names.items()}
+    return {"pinned": torch.cuda.host_memory_stats().get("allocated_bytes.current")}
 
 
 def add_routes(_, app: FastAPI) -> None:
