@@ -90,6 +90,16 @@ def free_pieces(needed: float, report: Report, why: str) -> None:
     graph_pool.make_room(report, why)
 
 
+def give_way(needed: float, in_one: bool, others: Iterable[Callable[[], object]], report: Report, why: str) -> bool:
+    """Have plans, and then others, give memory back until so many bytes are free, in whole blocks if asked for. Returns
+    whether they are free, in blocks or not."""
+    try:
+        return make_room(needed, [*givers(needed, report, why), *others])
+    finally:
+        if in_one:
+            free_pieces(needed, report, why)
+
+
 def left_to_others(needed: float) -> float:
     """Bytes to leave free in addition while a VAE runs that needs so many: on a small card, next to weights in 8 bits
     that come back from system memory, what a desktop and other programs may have. A driver that has no memory left for

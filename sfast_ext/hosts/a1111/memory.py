@@ -119,14 +119,8 @@ class A1111Memory:
 
     def _make_room(self, needed: float, in_one: bool = False) -> None:
         # the weights that plans read are the model's own, except with --medvram and --lowvram
-        givers = (
-            *gpu_room.givers(needed, self._report, _WHY),
-            *(rare.give_memory_back for rare in self._rare),
-            self._attachment.give_memory_back,
-        )
-        self._guarded(lambda: gpu_room.make_room(needed, givers))
-        if in_one:
-            self._guarded(lambda: gpu_room.free_pieces(needed, self._report, _WHY))
+        others = [*(rare.give_memory_back for rare in self._rare), self._attachment.give_memory_back]
+        self._guarded(lambda: gpu_room.give_way(needed, in_one, others, self._report, _WHY))
 
     def _guarded(self, action: Callable[[], object]) -> None:
         guarded(self._report, "memory", action)

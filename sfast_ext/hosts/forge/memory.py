@@ -149,13 +149,9 @@ class ForgeMemory:
 
     def make_room(self, needed: float, in_one: bool = False) -> None:
         """Have plans give memory back until so many bytes are free, in one block if asked for."""
-        if not torch.cuda.is_available():
-            return
-        plans = gpu_room.givers(needed, self._report, _WHY)
-        givers = [*plans, *(each.give_memory_back for each in self._attachments)]
-        self._guarded(lambda: gpu_room.make_room(needed, givers))
-        if in_one:
-            self._guarded(lambda: gpu_room.free_pieces(needed, self._report, _WHY))
+        if torch.cuda.is_available():
+            others = [each.give_memory_back for each in self._attachments]
+            self._guarded(lambda: gpu_room.give_way(needed, in_one, others, self._report, _WHY))
 
     def _guarded(self, action: Callable[[], object]) -> None:
         guarded(self._report, "memory", action)

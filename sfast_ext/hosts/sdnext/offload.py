@@ -129,11 +129,8 @@ class Offload:
         return original(name)
 
     def _make_room(self, needed: float, in_one: bool = False) -> bool:
-        givers = [*gpu_room.givers(needed, self._report, _WHY), *(a.give_memory_back for a in self._attachments)]
-        enough = gpu_room.make_room(needed, givers)
-        if in_one:
-            gpu_room.free_pieces(needed, self._report, _WHY)
-        return enough
+        others = [each.give_memory_back for each in self._attachments]
+        return gpu_room.give_way(needed, in_one, others, self._report, _WHY)
 
     def _notice_out_of_memory(self) -> None:
         """After SD.Next ran out of memory, stop keeping weights on the GPU that it has moved off."""
