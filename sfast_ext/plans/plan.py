@@ -159,10 +159,10 @@ class Plan:
 
     def record_launches(self, leaves: Sequence[Any], report: Report) -> None:
         """Repeat launches in later runs without a CUDA graph (`recorded_run`), if the CPU takes longer with them than
-        the GPU. The inputs are those of a call; there was a run before."""
-        self._recorded = False
-        if self.device.type != "cuda":
+        the GPU, and if that was not decided before. The inputs are those of a call; there was a run before."""
+        if self._recorded is not None or self.device.type != "cuda":
             return
+        self._recorded = False
         try:
             with plan_mode(self.device), torch.cuda.device(self.device):
                 inputs = [as_tensor(leaf, self.device) for leaf in leaves]

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from torch import nn
 
 from benchmarks import vaes
 from sfast_ext import Config, accelerate
-from sfast_ext.kernels.backend import pdl
-from sfast_ext.plans import plan
+from sfast_ext.kernels.backend import graph_memory, pdl
+from sfast_ext.plans import plan, register_machine
 from sfast_ext.plans.graph_facts import Recapture
 from sfast_ext.plans.graph_pool import GraphPool, NoGraph
 from sfast_ext.plans.recorded_run import CannotRepeat, RecordedRun
@@ -108,6 +109,19 @@ def test_a_plan_that_never_had_a_graph_is_recorded_after_a_few_runs(monkeypatch:
     pair.same(1)
     assert made._recorded
     pair.plan_runs_again(3)
+    pair.release()
+
+
+def test_a_plan_that_gives_cached_memory_back_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch)
+    monkeypatch.setattr("sfast_ext.environment.is_small_card", lambda device=None: True)
+    monkeypatch.setattr(graph_memory, "LARGE", 1)
+    given_back: list[bool] = []
+    monkeypatch.setattr(register_machine, "release_cached", lambda *_: given_back.append(True))
+    pair = Pair(config=replace(WITHOUT, rare_calls=True, rare_gain=math.inf))
+    pair.same(plan._EAGER_RUNS + 2)
+    runs = pair.counter("eager_runs")
+    assert only_plan(pair)._recorded is False and runs >= 3 and len(given_back) >= 2 * runs
     pair.release()
 
 
