@@ -26,7 +26,7 @@ from torch import nn
 from sfast_ext import Config, Hooks, accelerate, accelerator_of, call_signature, environment, passes
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.backend import nvrtc, trial
-from sfast_ext.plans import graph_facts, graph_pool, plan
+from sfast_ext.plans import graph_pool, plan, recapture
 from sfast_ext.runtime import model_state, plan_builder, plan_maker, residency, verify
 from sfast_ext.runtime.verify import relative_error
 
@@ -291,7 +291,7 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     patch.setattr(nvrtc, "bind", lambda index: None)
     patch.setattr(nvrtc, "current_stream", lambda index: 0)
     # by the times here a graph that was evicted would stay away for a while
-    patch.setattr(graph_facts.Recapture, "is_due", lambda self, with_ms: True)
+    patch.setattr(recapture.Recapture, "is_due", lambda self, with_ms: True)
     patch.setattr(plan_maker, "channels_last_pays", lambda graph, device: True)
     patch.setattr(attention, "_PREFERENCE", None)  # nothing is measured
     # one run of each: nobody looks at the second

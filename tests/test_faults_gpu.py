@@ -31,8 +31,8 @@ from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.kernels.pointwise import geglu, layer_norm
 from sfast_ext.plans import graph_pool
-from sfast_ext.plans.graph_facts import Recapture
 from sfast_ext.plans.plan import Plan
+from sfast_ext.plans.recapture import Recapture
 from sfast_ext.runtime import plan_runner
 
 CALLS = 10

@@ -1,14 +1,13 @@
 """What is known of a graph before it runs: a summary of its operations, which of its results share memory; and the
-binding of its attributes to the memory that the plan reads. And what its runs tell of when its CUDA graph is captured
-again (`Recapture`). The memory that its values need: `kernels.backend.graph_memory`."""
+binding of its attributes to the memory that the plan reads. The memory that its values need:
+`kernels.backend.graph_memory`."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from torch import fx
 
 from sfast_ext.kernels.backend import registry
 from sfast_ext.kernels.backend.graph_memory import given_argument
-from sfast_ext.plans.payback import Payback
 from sfast_ext.weights.banks import Bank
 from sfast_ext.weights.original_layout import is_plain, memory_of
 from sfast_ext.weights.weight import Weight
@@ -242,67 +240,3 @@ def _plain_attribute(graph_module: fx.GraphModule, name: str, tensor: torch.Tens
     for known in (graph_module._parameters, graph_module._buffers):
         known.pop(name, None)
     graph_module.__dict__[name] = tensor
-
-
-FEW_RUNS = 8
-"""A stay of fewer runs gives nothing back, if it is not known what a run without a graph takes."""
-HIDDEN_MS = 100.0
-"""A GPU that takes longer for a run hides what the CPU does meanwhile."""
-STAYS = 2
-"""So many of the last stays tell how long the next one is: the shortest."""
-
-
-@dataclass
-class Recapture:
-    """When the CUDA graph of a plan is captured again after it was evicted; times in milliseconds.
-
-    On a small card the memory of graphs goes with each image, to the VAE or to the model that comes next. To capture
-    takes a run of the CPU, a synchronisation, and the allocator's cache. Without a graph a run takes the CPU longer
-    (`recorded_run`), which a slow GPU hides. A graph is captured at once if a stay as long as the last ones gives that
-    back; a stay is the runs of the plan from one eviction to the next. Otherwise the plan runs without one until that
-    has cost what a capture costs.
-    """
-
-    capture: Payback = field(default_factory=Payback)
-    """The price is what the quickest capture took: of the first one a part is memory that others had."""
-    without_ms: float | None = None
-    """A run without a graph."""
-    waits_ms: float = 0.0
-    """What the CPU does in addition before such a run, and next to the GPU's work with a graph."""
-    stays: deque[int] = field(default_factory=lambda: deque(maxlen=STAYS))
-    """Runs of the plan in each."""
-
-    def captured(self, milliseconds: float) -> None:
-        """A graph was captured in this time."""
-        before = self.capture.price
-        self.capture.restart(min(before, milliseconds) if before else milliseconds)
-
-    def evicted(self, runs: int) -> None:
-        """The graph is gone, after so many runs since the one before went."""
-        if runs:
-            self.stays.append(runs)
-
-    def ran_without(self, with_ms: float | None) -> None:
-        """A run without a graph, which takes `with_ms` with one."""
-        self.capture.pay(self._gain(with_ms) or 0.0)
-
-    def is_due(self, with_ms: float | None) -> bool:
-        """Whether to capture now. Also if times are not known."""
-        return with_ms is None or self.without_ms is None or self.capture.due
-
-    def pays_at_once(self, with_ms: float | None, runs: int) -> bool:
-        """Whether the rest of a stay is expected to give a capture back.
-
-        Args:
-            runs: those of this stay so far.
-        """
-        left, gain = min(self.stays, default=0) - runs, self._gain(with_ms)
-        if gain is None:
-            return with_ms is not None and with_ms < HIDDEN_MS and left >= FEW_RUNS
-        return left > 0 and Payback(self.capture.price, left * gain).due
-
-    def _gain(self, with_ms: float | None) -> float | None:
-        """What a graph saves in a run."""
-        if with_ms is None or self.without_ms is None:
-            return None
-        return max(0.0, self.without_ms + self.waits_ms - with_ms)

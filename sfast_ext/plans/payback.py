@@ -6,7 +6,7 @@ is this rule. It decides
 
 - whether a plan of a module that is called rarely is made: the price is the time to make it (`RareCalls`);
 - whether a plan for another kind of call is made: as well, unless the last plan was earned back (`Earnings`);
-- whether a CUDA graph that was evicted is captured again: the price is the time of a capture (`graph_facts.Recapture`),
+- whether a CUDA graph that was evicted is captured again: the price is the time of a capture (`recapture.Recapture`),
   and it is paid ahead if the last stays were long enough;
 - whether a plan is made although the last ones were of no use: the price is a number of calls with the same behaviour,
   which doubles each time (`CaptureBackoff`);

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -15,11 +14,12 @@ from sfast_ext.call_signature import Call, Signature, as_tensor
 from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.kernels.backend.graph_memory import peak_bytes
 from sfast_ext.kernels.backend.input_copies import Copies
-from sfast_ext.kernels.backend.pdl import MIN_CAPABILITY, in_pdl_capture, pdl_capture
-from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
+from sfast_ext.kernels.backend.pdl import pdl_capture
+from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.plans import graph_facts
 from sfast_ext.plans.graph_facts import View, bind_attributes, digest, hand_out, operation_counts, readonly
 from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph, pool_of
+from sfast_ext.plans.recapture import Recapture, clocked
 from sfast_ext.plans.recorded_run import RecordedRun
 from sfast_ext.plans.register_machine import Interpreter, plan_mode
 from sfast_ext.report import Report
@@ -109,15 +109,17 @@ class Plan:
         self._copied = [(each.tensor, each.source) for each in self.weights if each.source is not None]
         self._graph_module = graph_module
         self._triton = triton
-        self._function = self._interpreter = self._served(Interpreter(graph_module, outgrowing))
-        """What runs the graph: the interpreter, or a recorded run."""
+        self._function = self._served(Interpreter(graph_module, outgrowing))
+        """What runs the graph: an interpreter, or a recorded run."""
         self._warm = threading.local()
         """Whether the capture needs no run before it in this thread: libraries have handles and choices for each."""
         # only launches are recorded
         self._recorded: bool | None = False if outgrowing else None
-        """Whether launches are repeated; None if that was not decided yet."""
+        """Whether launches are repeated; False if they cannot be; None if they were not so far."""
+        self._clocked_once = False
+        """Whether a run without a CUDA graph was timed."""
         self._eager_runs = 0
-        self.recapture = graph_facts.Recapture()
+        self.recapture = Recapture()
         self._runs_before = 0
         """Those before its CUDA graph was evicted last."""
         self.output_tree = output_tree
@@ -151,38 +153,38 @@ class Plan:
                 outputs = self._function(*[as_tensor(leaf, self.device) for leaf in leaves])
             return self._copy_outputs(outputs)
 
-    def records_now(self) -> bool:
-        """Whether `record_launches` is due: its CUDA graph is gone, or it ran without one a few times."""
+    def records_now(self, captures: bool = False) -> bool:
+        """Whether `record_launches` is due: its CUDA graph is gone, or it ran without one a few times.
+
+        Args:
+            captures: the next thing is to capture a graph.
+        """
         if self._recorded is not None or self.graph is not None or self.pool is None:
             return False
-        return self.was_captured or self._eager_runs >= _EAGER_RUNS
+        if captures:
+            return self.recapture.recurs
+        return not self._clocked_once and (self.was_captured or self._eager_runs >= _EAGER_RUNS)
 
-    def record_launches(self, leaves: Sequence[Any], report: Report) -> None:
-        """Repeat launches in later runs without a CUDA graph (`recorded_run`), if the CPU takes longer with them than
-        the GPU, and if that was not decided before. The inputs are those of a call; there was a run before."""
+    def record_launches(self, leaves: Sequence[Any], report: Report, captures: bool = False) -> None:
+        """Repeat launches from now on (`recorded_run`), if the CPU takes longer with them than the GPU, or if a graph
+        is captured next. The inputs are those of a call; there was a run before."""
         if self._recorded is not None or self.device.type != "cuda":
             return
-        self._recorded = False
+        self._clocked_once = True
         try:
             with plan_mode(self.device), torch.cuda.device(self.device):
                 inputs = [as_tensor(leaf, self.device) for leaf in leaves]
-                launched, ended = self._clocked(inputs)
-                if launched >= _CPU_BOUND * ended:
+                launched, ended = clocked(self._function, inputs, self.device)
+                if captures or launched >= _CPU_BOUND * ended:
+                    self._recorded = False
                     recorded = self._served(RecordedRun)(Interpreter(self._graph_module), inputs)
                     self._function, self._recorded = self._served(recorded), True
-                    _, ended = self._clocked(inputs)
+                    before, (launched, ended) = launched, clocked(self._function, inputs, self.device)
+                    self.recapture.recorded(1000 * (before - launched))
                 self.recapture.without_ms = 1000 * ended
         except Exception as exc:  # the plan is right without
+            self._recorded = False
             report.event("launches", f"they are not repeated: {type(exc).__name__}: {exc}")
-
-    def _clocked(self, inputs: Sequence[torch.Tensor]) -> tuple[float, float]:
-        """Seconds until the CPU has launched a run, and until the GPU is done."""
-        torch.cuda.synchronize(self.device)
-        began = time.perf_counter()
-        self._function(*inputs)
-        launched = time.perf_counter()
-        torch.cuda.synchronize(self.device)
-        return launched - began, time.perf_counter() - began
 
     def recaptures_at_once(self) -> bool:
         """Whether the CUDA graph that was evicted is captured before a run without it, see `Recapture`."""
@@ -267,7 +269,7 @@ class Plan:
             if CAN_UPDATE_GRAPH:
                 self._copies.join(*self.graph.handles())
             self.recapture.captured(self.graph.ms)
-            if self.was_captured and self._recorded is None:
+            if self.was_captured and not self._clocked_once:
                 # before the first capture kernels are compiled
                 self.recapture.without_ms = self.graph.launch_ms
             report.count("graph_captures")
@@ -283,7 +285,7 @@ class Plan:
 
     def close(self) -> None:
         """Free everything. The graph module is a reference cycle, so its tensors are removed explicitly."""
-        self._function = self._interpreter = _closed
+        self._function = _closed
         try:
             if self.banks and self.pool is not None:
                 # their memory goes back to the allocator, and the last launch may still read it
@@ -329,10 +331,8 @@ class Plan:
         }
 
     def _run_static(self) -> list[torch.Tensor]:
-        # launches are recorded outside of captures, and so without PDL
-        early = in_pdl_capture() and capability(self.device) >= MIN_CAPABILITY
         with plan_mode(self.device):
-            return list((self._interpreter if early else self._function)(*self._inputs))
+            return list(self._function(*self._inputs))
 
     def _run_captured(self) -> list[torch.Tensor]:
         if CAN_UPDATE_GRAPH:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sfast_ext.kernels.backend import launch_log, nvrtc
+from sfast_ext.kernels.backend import launch_log, nvrtc, pdl
 from sfast_ext.kernels.backend.launch_log import AddressTable, CudaLaunch, Entry, TensorMap, TritonLaunch
 from sfast_ext.plans.register_machine import Assembler, Interpreter, Machine, Registers, Step, Steps
 
@@ -250,7 +250,7 @@ class _RunRecorder(Assembler, TorchDispatchMode):
 
 
 class _Launch:
-    """Launches a kernel in CUDA C++ with the addresses that tensors have now.
+    """Launches a kernel in CUDA C++ with the addresses that tensors have now, in a capture with PDL if that is allowed.
 
     Args:
         root: the register of the value whose memory a tensor shares, and the bytes behind its start.
@@ -259,6 +259,9 @@ class _Launch:
     def __init__(self, launch: CudaLaunch, root: Callable[[Tensor], tuple[int, int]]) -> None:
         self._driver = nvrtc.loaded_driver()
         self._function, self._blocks, self._threads, self._shared = launch[:4]
+        # it never begins early if it might read between the elements of a tensor
+        dense = launch.early is not None and all(map(pdl.is_dense, launch.early))
+        self._early = [(*root(x), x.nbytes) for x in launch.early or ()] if dense else None
         self._addresses: list[tuple[Any, int, int]] = []
         self._maps: list[tuple[int, Callable[[int], Any], dict[int, Any], int, int]] = []
         self._cells: list[Any] = []
@@ -276,7 +279,8 @@ class _Launch:
 
     def reads(self) -> set[int]:
         """The registers of the values whose memory it reads or writes."""
-        return {register for _, register, _ in self._addresses} | {register for *_, register, _ in self._maps}
+        early = {register for register, *_ in self._early or ()}
+        return early | {register for _, register, _ in self._addresses} | {register for *_, register, _ in self._maps}
 
     def __call__(self, registers: Registers, stream: int) -> None:
         for cell, register, offset in self._addresses:
@@ -289,6 +293,12 @@ class _Launch:
                     known.clear()
                 encoded = known[address] = encode(address)
             self._table[i] = ctypes.addressof(encoded)
+        if self._early is not None and pdl.in_pdl_capture():
+            early = ((registers[register].data_ptr() + offset, size) for register, offset, size in self._early)
+            if pdl.allowed_at(early):
+                config = pdl.launch_config(self._blocks, self._threads, self._shared, stream)
+                self._driver.cuLaunchKernelEx(config, self._function, self._at)
+                return
         self._driver.cuLaunchKernel(self._function, self._blocks, (self._threads, 1, 1), self._shared, stream, self._at)
 
 

@@ -157,8 +157,8 @@ class PlanRunner:
                 return plan.replay(call.leaves)
             if plan.no_graph_reason is None:
                 at_once = plan.recaptures_at_once()
-                if not at_once and plan.records_now():
-                    self.record_launches(plan, call)
+                if plan.records_now(captures=at_once):
+                    self.record_launches(plan, call, captures=at_once)
                 if (at_once or not plan.waits_for_graph()) and self._capture_graph(plan, call):
                     return plan.replay(call.leaves)
         outputs = plan.run_eagerly(call.leaves)
@@ -176,10 +176,10 @@ class PlanRunner:
             context.model.eight_bits.stop(reason, context.report)
             raise WeightsAway(reason) from exc
 
-    def record_launches(self, plan: Plan, call: Call) -> None:
+    def record_launches(self, plan: Plan, call: Call, captures: bool = False) -> None:
         """See `Plan.record_launches`. Nothing with a CUDA graph. The caller holds `guard`."""
         if not plan.has_graph:
-            plan.record_launches(call.leaves, self._context.report)
+            plan.record_launches(call.leaves, self._context.report, captures)
 
     def guard(self, plan: Plan) -> contextlib.AbstractContextManager[Any]:
         """The lock to hold while a plan runs. Graphs of one pool share memory; on a CPU only the plan is protected."""

@@ -59,13 +59,43 @@ MUTATIONS = [
         ("kernels/backend/test_choices.py::test_measurements_are_nothing_to_be_repeated",),
     ),
     Mutation(
-        "an evicted graph that stays away", "plans/graph_facts.py",
+        "an evicted graph that stays away", "plans/recapture.py",
         "or self.capture.due", "or True",
         (_PLAN + "test_an_evicted_graph_stays_away_if_it_would_gain_nothing",),
     ),
     Mutation(
-        "an evicted graph that comes back", "plans/graph_facts.py",
+        "an evicted graph that comes back", "plans/recapture.py",
         "or self.capture.due", "or False",
         (_PLAN + "test_an_evicted_graph_is_captured_again_when_runs_without_it_have_cost_as_much",),
+    ),
+    Mutation(
+        "memory that a plan gives back", "plans/plan.py",
+        "if self._recorded is not None or self.device", "if self.device",
+        (_PLAN + "test_a_plan_that_gives_cached_memory_back_is_not_recorded",),
+    ),
+    Mutation(
+        "captures from a recording", "plans/plan.py",
+        "if captures or launched", "if launched",
+        (_PLAN + "test_a_graph_that_goes_with_each_image_is_captured_from_a_recording",),
+    ),
+    Mutation(
+        "a recording for a graph that may stay", "plans/recapture.py",
+        "return len(self.stays) == STAYS", "return True",
+        ("plans/test_payback.py::test_evictions_recur_once_there_were_as_many_as_tell_of_the_next_one",),
+    ),
+    Mutation(
+        "the price of a capture from a recording", "plans/recapture.py",
+        "self.capture.price - saved_ms", "self.capture.price",
+        ("plans/test_payback.py::test_a_recording_lowers_the_price_of_a_capture",),
+    ),
+    Mutation(
+        "repeated launches that begin early", "plans/recorded_run.py",
+        "if pdl.allowed_at(early):", "if True:",
+        ("kernels/backend/test_pdl.py::test_a_launch_that_is_repeated_begins_early_in_a_capture_as_well",),
+    ),
+    Mutation(
+        "repeated launches that read between elements", "plans/recorded_run.py",
+        "and all(map(pdl.is_dense, launch.early))", "",
+        ("kernels/backend/test_pdl.py::test_a_launch_that_is_repeated_begins_early_in_a_capture_as_well",),
     ),
 ]  # fmt: skip

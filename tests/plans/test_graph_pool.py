@@ -7,7 +7,7 @@ import torch
 
 from sfast_ext import Config, accelerate
 from sfast_ext.plans import graph_pool
-from sfast_ext.plans.graph_facts import Recapture
+from sfast_ext.plans.recapture import Recapture
 from sfast_ext.report import Report
 
 pytestmark = pytest.mark.gpu

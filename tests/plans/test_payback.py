@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from sfast_ext.plans.graph_facts import Recapture
 from sfast_ext.plans.payback import (
     REJECTED_CALLS,
     REJECTED_FOR,
@@ -13,6 +12,7 @@ from sfast_ext.plans.payback import (
     Speculation,
     doubled,
 )
+from sfast_ext.plans.recapture import STAYS, Recapture
 
 
 def test_it_is_due_once_as_much_was_paid():
@@ -99,3 +99,20 @@ def test_the_price_is_that_of_the_quickest_capture():
         recapture.captured(taken)
         assert recapture.capture.price == price and recapture.capture.paid == 0
         recapture.capture.pay(7.0)
+
+
+def test_a_recording_lowers_the_price_of_a_capture():
+    recapture = Recapture()
+    recapture.captured(300.0)
+    for saved, price in ((250.0, 50.0), (100.0, 0.0)):
+        recapture.recorded(saved)
+        assert recapture.capture.price == price
+
+
+def test_evictions_recur_once_there_were_as_many_as_tell_of_the_next_one():
+    recapture = Recapture()
+    for n in range(STAYS + 2):
+        assert recapture.recurs == (n >= STAYS)
+        recapture.evicted(20)
+    recapture.evicted(0)
+    assert recapture.recurs

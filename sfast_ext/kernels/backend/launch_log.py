@@ -28,13 +28,15 @@ class AddressTable(NamedTuple):
 
 class CudaLaunch(NamedTuple):
     """A launch by the driver. Parameters are tensors or None for addresses, ctypes numbers, tensor maps, and tables of
-    addresses."""
+    addresses. `early`: what it reads before it waits for the kernel in front, see `pdl`; None if it never waits, or if
+    the GPU has no PDL."""
 
     function: int
     blocks: tuple[int, ...]
     threads: int
     shared: int
     parameters: list[Any]
+    early: list[Tensor] | None = None
 
 
 class TritonLaunch(NamedTuple):

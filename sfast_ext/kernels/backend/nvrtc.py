@@ -243,18 +243,19 @@ class Source:
         stream = current_stream(index)
         driver = loaded_driver()
         at = ctypes.addressof(table)
-        if self._uses_pdl(args, index):
+        early = self._read_early(args, index)
+        if early is not None and pdl.allowed(early):
             launch_log.put(Opaque("a launch in a capture"))
             driver.cuLaunchKernelEx(pdl.launch_config(blocks, threads, shared, stream), function, at)
         else:
-            launch_log.put(CudaLaunch(function, blocks, threads, shared, own))
+            launch_log.put(CudaLaunch(function, blocks, threads, shared, own, early))
             driver.cuLaunchKernel(function, blocks, (threads, 1, 1), shared, stream, at)
 
-    def _uses_pdl(self, args: tuple[Any, ...], index: int) -> bool:
+    def _read_early(self, args: tuple[Any, ...], index: int) -> list[Tensor] | None:
         names = self.reads_before_wait
         if names is None or triton_runtime.capability(torch.device("cuda", index)) < pdl.MIN_CAPABILITY:
-            return False
-        return pdl.allowed(args[self.arg_names.index(name)] for name in names)
+            return None
+        return [args[self.arg_names.index(name)] for name in names]
 
     def _function(self, index: int, constants: dict[str, int], code: bytes | None = None) -> Any:
         key = index, *constants.items()

@@ -71,18 +71,26 @@ def readonly_spans(readonly: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 def allowed(read_before_wait: Iterable[Tensor]) -> bool:
     """Whether a kernel that reads these tensors before it waits may be launched with PDL now."""
+    return in_pdl_capture() and allowed_at((x.data_ptr(), x.nbytes) if is_dense(x) else None for x in read_before_wait)
+
+
+def allowed_at(read_before_wait: Iterable[tuple[int, int] | None]) -> bool:
+    """`allowed` for memory, each with its address and bytes; None for a tensor that is not dense."""
     spans = _readonly_spans.get()
     if spans is None or not torch.cuda.is_current_stream_capturing():
         return False
-    return all(_is_readonly(x, spans) for x in read_before_wait)
+    return all(each is not None and _is_readonly(*each, spans) for each in read_before_wait)
 
 
-def _is_readonly(x: Tensor, spans: list[tuple[int, int]]) -> bool:
-    """Whether all memory of a dense tensor lies within one of the spans."""
-    dense = x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
-    begin = x.data_ptr()
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor's elements lie next to each other, in the order of NCHW or NHWC."""
+    return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+
+
+def _is_readonly(begin: int, size: int, spans: list[tuple[int, int]]) -> bool:
+    """Whether memory lies within one of the spans."""
     place = bisect.bisect_right(spans, begin, key=lambda span: span[0]) - 1
-    return dense and place >= 0 and begin + x.nbytes <= spans[place][1]
+    return place >= 0 and begin + size <= spans[place][1]
 
 
 def launch_config(blocks: tuple[int, ...], threads: int, shared: int, stream: int) -> cuda_driver.CUlaunchConfig:

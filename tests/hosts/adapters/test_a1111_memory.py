@@ -19,7 +19,7 @@ from pretended_card import GPU, Card, pretended_card, small_reserves
 from hosts.standins import a1111 as standin
 from sfast_ext.hosts import gpu_room, system_memory
 from sfast_ext.hosts.a1111 import adapter as a1111
-from sfast_ext.plans.graph_facts import Recapture
+from sfast_ext.plans.recapture import Recapture
 from sfast_ext.weights import digest
 
 pytestmark = pytest.mark.usefixtures("proportions")

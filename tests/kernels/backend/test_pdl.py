@@ -15,13 +15,14 @@ import torch
 from kernels.support import driver_copies, driver_zeros, needs_nvrtc, randn
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import flash_attention, query_attention
-from sfast_ext.kernels.backend import cuda_driver, cuda_libraries, input_copies, nvrtc, pdl, triton_runtime
+from sfast_ext.kernels.backend import cuda_driver, cuda_libraries, input_copies, launch_log, nvrtc, pdl, triton_runtime
 from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.eight_bits import wgmma_conv8, wgmma_gemm8
 from sfast_ext.kernels.group_norm import conv_group_norm
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
 from sfast_ext.kernels.pointwise import layer_norm
+from sfast_ext.plans import recorded_run
 
 CUDA = torch.device("cuda")
 MODULES = (conv2d, flash_attention, linear_geglu, linear_layer_norm, query_attention, wgmma_conv8, wgmma_gemm8)
@@ -77,7 +78,7 @@ X, WEIGHT, OTHER = (torch.zeros(64, 64) for _ in range(3))
 FILTERS = torch.zeros(8, 16, 3, 3)
 
 
-@pytest.mark.parametrize(
+OPERANDS = pytest.mark.parametrize(
     ("weight", "wanted"),
     [
         (WEIGHT, "early"),
@@ -90,10 +91,55 @@ FILTERS = torch.zeros(8, 16, 3, 3)
     ],
     ids=["a weight", "rows of it", "filters", "some of each filter", "columns of it", "another tensor", "a copy"],
 )
+
+
+@OPERANDS
 def test_only_what_lies_still_is_read_early(driver, weight, wanted):
     with pdl.pdl_capture([OTHER, WEIGHT, FILTERS]):
         source()[7, 1, 1](X, weight)
     assert driver.launched == [wanted]
+
+
+@OPERANDS
+def test_a_launch_that_is_repeated_begins_early_in_a_capture_as_well(driver, weight, wanted):
+    repeat = repeated(source(), weight)
+    with pdl.pdl_capture([OTHER, WEIGHT, FILTERS]):
+        repeat(weight)
+    assert driver.launched == ["in turn", wanted]
+
+
+def test_a_launch_that_is_repeated_asks_for_the_addresses_of_now(driver):
+    repeat = repeated(source(), torch.zeros(64, 64))
+    with pdl.pdl_capture([WEIGHT]):
+        repeat(WEIGHT)
+    repeat(WEIGHT)
+    assert driver.launched == ["in turn", "early", "in turn"]
+
+
+@pytest.mark.parametrize(("reads", "wanted"), [((), "early"), (None, "in turn")])
+def test_a_launch_that_is_repeated_and_reads_nothing_early_or_never_waits(driver, reads, wanted):
+    repeat = repeated(source(reads), X)
+    with pdl.pdl_capture([]):
+        repeat(X)
+    assert driver.launched == ["in turn", wanted]
+
+
+def test_a_launch_that_is_repeated_on_older_cards(monkeypatch, driver):
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 9))
+    repeat = repeated(source(), WEIGHT)
+    with pdl.pdl_capture([WEIGHT]):
+        repeat(WEIGHT)
+    assert driver.launched == ["in turn", "in turn"]
+
+
+def repeated(kernel, weight):
+    """Launches a kernel, and gives what repeats that with another weight, of the same size."""
+    entries = []
+    with launch_log.listening(entries.append):
+        kernel[7, 1, 1](X, weight)
+    (entry,) = entries
+    step = recorded_run._Launch(entry, lambda x: (0 if x is X else 1, 0))
+    return lambda other: step([X, other], 5)
 
 
 def test_memory_that_goes_beyond_what_lies_still(driver):

@@ -1,0 +1,96 @@
+"""What the runs of a plan tell of when its CUDA graph is captured again."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sfast_ext.plans.payback import Payback
+
+
+def clocked(run: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device) -> tuple[float, float]:
+    """Seconds until the CPU has launched a run on a GPU, and until the GPU is done."""
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    run(*inputs)
+    launched = time.perf_counter()
+    torch.cuda.synchronize(device)
+    return launched - began, time.perf_counter() - began
+
+
+FEW_RUNS = 8
+"""A stay of fewer runs gives nothing back, if it is not known what a run without a graph takes."""
+HIDDEN_MS = 100.0
+"""A GPU that takes longer for a run hides what the CPU does meanwhile."""
+STAYS = 2
+"""So many of the last stays tell how long the next one is: the shortest."""
+
+
+@dataclass
+class Recapture:
+    """When the CUDA graph of a plan is captured again after it was evicted; times in milliseconds.
+
+    On a small card the memory of graphs goes with each image, to the VAE or to the model that comes next. To capture
+    takes a run of the CPU, a synchronisation, and the allocator's cache. Without a graph a run takes the CPU longer
+    (`recorded_run`), which a slow GPU hides. A graph is captured at once if a stay as long as the last ones gives that
+    back; a stay is the runs of the plan from one eviction to the next. Otherwise the plan runs without one until that
+    has cost what a capture costs.
+    """
+
+    capture: Payback = field(default_factory=Payback)
+    """The price is what the quickest capture took: of the first one a part is memory that others had."""
+    without_ms: float | None = None
+    """A run without a graph."""
+    waits_ms: float = 0.0
+    """What the CPU does in addition before such a run, and next to the GPU's work with a graph."""
+    stays: deque[int] = field(default_factory=lambda: deque(maxlen=STAYS))
+    """Runs of the plan in each."""
+
+    def captured(self, milliseconds: float) -> None:
+        """A graph was captured in this time."""
+        before = self.capture.price
+        self.capture.restart(min(before, milliseconds) if before else milliseconds)
+
+    def recorded(self, saved_ms: float) -> None:
+        """The CPU launches a run in so much less time from now on."""
+        self.capture.price = max(0.0, self.capture.price - saved_ms)
+
+    @property
+    def recurs(self) -> bool:
+        """Whether the graph was evicted so often that the next one is expected to be, too."""
+        return len(self.stays) == STAYS
+
+    def evicted(self, runs: int) -> None:
+        """The graph is gone, after so many runs since the one before went."""
+        if runs:
+            self.stays.append(runs)
+
+    def ran_without(self, with_ms: float | None) -> None:
+        """A run without a graph, which takes `with_ms` with one."""
+        self.capture.pay(self._gain(with_ms) or 0.0)
+
+    def is_due(self, with_ms: float | None) -> bool:
+        """Whether to capture now. Also if times are not known."""
+        return with_ms is None or self.without_ms is None or self.capture.due
+
+    def pays_at_once(self, with_ms: float | None, runs: int) -> bool:
+        """Whether the rest of a stay is expected to give a capture back.
+
+        Args:
+            runs: those of this stay so far.
+        """
+        left, gain = min(self.stays, default=0) - runs, self._gain(with_ms)
+        if gain is None:
+            return with_ms is not None and with_ms < HIDDEN_MS and left >= FEW_RUNS
+        return left > 0 and Payback(self.capture.price, left * gain).due
+
+    def _gain(self, with_ms: float | None) -> float | None:
+        """What a graph saves in a run."""
+        if with_ms is None or self.without_ms is None:
+            return None
+        return max(0.0, self.without_ms + self.waits_ms - with_ms)
