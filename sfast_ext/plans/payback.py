@@ -8,6 +8,7 @@ is this rule. It decides
 - whether a plan for another kind of call is made: as well, unless the last plan was earned back (`Earnings`);
 - whether a CUDA graph that was evicted is captured again: the price is the time of a capture (`recapture.Recapture`),
   and it is paid ahead if the last stays were long enough;
+- whether launches are recorded for such captures: the price is the number of captures that take as long (`RECORDING`);
 - whether a plan is made although the last ones were of no use: the price is a number of calls with the same behaviour,
   which doubles each time (`CaptureBackoff`);
 - whether a rejected key is tried again: a number of generations or calls, which doubles as well (`Rejection`);

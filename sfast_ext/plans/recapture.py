@@ -29,6 +29,8 @@ HIDDEN_MS = 100.0
 """A GPU that takes longer for a run hides what the CPU does meanwhile."""
 STAYS = 2
 """So many of the last stays tell how long the next one is: the shortest."""
+RECORDING = 8
+"""A recording takes about as long as the launches of so many captures: 2 s of SDXL, next to an NVIDIA H200."""
 
 
 @dataclass
@@ -50,11 +52,13 @@ class Recapture:
     """What the CPU does in addition before such a run, and next to the GPU's work with a graph."""
     stays: deque[int] = field(default_factory=lambda: deque(maxlen=STAYS))
     """Runs of the plan in each."""
+    captures: int = 0
 
     def captured(self, milliseconds: float) -> None:
         """A graph was captured in this time."""
         before = self.capture.price
         self.capture.restart(min(before, milliseconds) if before else milliseconds)
+        self.captures += 1
 
     def recorded(self, saved_ms: float) -> None:
         """The CPU launches a run in so much less time from now on."""
@@ -62,8 +66,8 @@ class Recapture:
 
     @property
     def recurs(self) -> bool:
-        """Whether the graph was evicted so often that the next one is expected to be, too."""
-        return len(self.stays) == STAYS
+        """Whether there were so many captures that a recording would have paid for itself."""
+        return self.captures >= RECORDING
 
     def evicted(self, runs: int) -> None:
         """The graph is gone, after so many runs since the one before went."""

@@ -181,7 +181,8 @@ class _RunRecorder(Assembler, TorchDispatchMode):
         reads = {self._register(x) for x in given}
         if not made and result is not None:
             raise CannotRepeat(f"{function} reads values")  # numbers next to tensors are sizes
-        if any(self._root(x)[0] < self._given for x in _written(function, args, kwargs)):
+        written = _written(function, args, kwargs) if function._schema.is_mutable else ()
+        if any(self._root(x)[0] < self._given for x in written):
             raise CannotRepeat(f"{function} writes to an input or a weight")
         makes = tuple(self._add(x, given) for x in made if not self._knows(x))
         if function._schema.name in _EMPTY:

@@ -80,8 +80,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a recording for a graph that may stay", "plans/recapture.py",
-        "return len(self.stays) == STAYS", "return True",
-        ("plans/test_payback.py::test_evictions_recur_once_there_were_as_many_as_tell_of_the_next_one",),
+        "return self.captures >= RECORDING", "return True",
+        ("plans/test_payback.py::test_captures_recur_once_a_recording_would_have_paid",),
     ),
     Mutation(
         "the price of a capture from a recording", "plans/recapture.py",

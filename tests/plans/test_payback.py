@@ -12,7 +12,7 @@ from sfast_ext.plans.payback import (
     Speculation,
     doubled,
 )
-from sfast_ext.plans.recapture import STAYS, Recapture
+from sfast_ext.plans.recapture import RECORDING, Recapture
 
 
 def test_it_is_due_once_as_much_was_paid():
@@ -109,10 +109,8 @@ def test_a_recording_lowers_the_price_of_a_capture():
         assert recapture.capture.price == price
 
 
-def test_evictions_recur_once_there_were_as_many_as_tell_of_the_next_one():
+def test_captures_recur_once_a_recording_would_have_paid():
     recapture = Recapture()
-    for n in range(STAYS + 2):
-        assert recapture.recurs == (n >= STAYS)
-        recapture.evicted(20)
-    recapture.evicted(0)
-    assert recapture.recurs
+    for n in range(RECORDING + 2):
+        assert recapture.recurs == (n >= RECORDING)
+        recapture.captured(300.0)

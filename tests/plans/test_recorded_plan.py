@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks import vaes
 from sfast_ext import Config, accelerate
 from sfast_ext.kernels.backend import graph_memory
-from sfast_ext.plans import plan, register_machine
+from sfast_ext.plans import plan, recapture, register_machine
 from sfast_ext.plans.graph_pool import GraphPool, NoGraph
 from sfast_ext.plans.recapture import Recapture
 from sfast_ext.plans.recorded_run import CannotRepeat, RecordedRun
@@ -201,6 +201,7 @@ def test_a_graph_that_goes_with_each_image_comes_back_before_its_first_run(monke
 def test_a_graph_that_goes_with_each_image_is_captured_from_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pretend_a_gpu(monkeypatch)
     pair = Pair(config=GRAPHS)
+    monkeypatch.setattr(recapture, "RECORDING", 3)
     made = evicted(pair, pool, monkeypatch, without_ms=2.0, capture_ms=8.0)
     # the GPU takes longer with a run than the CPU with its launches: 0.5 ms, repeated 0.1
     clocked = iter([(0.0005, 0.002), (0.0005, 0.002), (0.0001, 0.002)])
