@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,8 @@ SMALL_CARD = Path(__file__).with_name("small_card")
 """Packages that make the GPU of a WebUI a small one."""
 LARGE = {"sd15": "full", "sdxl": "full-xl"}
 """Names of the checkpoints of random weights."""
+LOADED, LOADING_S = "Model loaded in", 120
+"""What AUTOMATIC1111 prints then, and seconds that it is waited for."""
 
 
 class Host(Protocol):
@@ -118,7 +121,11 @@ class A1111:
         return a1111.start(self.data, name, settings, flags=flags, packages=self.packages)
 
     def ready(self, webui: Any) -> None:
-        """See `Host`: it is when it answers."""
+        """See `Host`. With --medvram an image that is asked for while the model is loaded can fail in the WebUI alone:
+        two threads move the model."""
+        until = time.monotonic() + LOADING_S
+        while LOADED not in webui.log() and time.monotonic() < until:
+            time.sleep(0.1)
 
 
 class SDNext:
@@ -178,6 +185,9 @@ class ForgeNeo(A1111):
     tiny = "one"
     program = "NEO"
     """Which Forge it is, by its name there."""
+
+    def ready(self, webui: Any) -> None:
+        """See `Host`: it is when it answers."""
 
     def make_models(self, folder: Path, *large: str) -> None:
         """See `A1111`."""
