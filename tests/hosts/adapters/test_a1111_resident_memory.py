@@ -22,7 +22,7 @@ Scene = tuple[str, Any]
 
 @pytest.fixture(autouse=True)
 def others() -> Iterator[None]:
-    counted._others.update(counted.tensors())
+    counted.keep_apart()
     yield
     counted._others.clear()
 

@@ -31,9 +31,15 @@ _others: dict[int, torch.Tensor] = {}
 
 @pytest.fixture(autouse=True)
 def others() -> Iterator[None]:
-    _others.update(tensors())
+    keep_apart()
     yield
     _others.clear()
+
+
+def keep_apart() -> None:
+    """What there is now belongs to other tests. The garbage collector does not look at its million objects again."""
+    _others.update(tensors())
+    gc.freeze()
 
 
 def tensors() -> dict[int, torch.Tensor]:
