@@ -44,6 +44,9 @@ _LEFT = pytest.StashKey[dict[str, int]]()
 _KEPT = 2 << 30
 """Bytes that a worker may keep on the GPU after a test: the others need the rest."""
 
+_LEFT_OBJECTS = 100_000
+"""That files of tests may leave until they are frozen."""
+
 _MANY = 500
 _LATE = ("diffusers.models.unets.unet_2d_condition", "diffusers.models.autoencoders.autoencoder_kl", "torch._dynamo")
 """A million objects that some test imports, among so many tests."""
@@ -161,6 +164,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                 importlib.import_module(name)
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    # what the tests of a file leave behind stays as well: modules, and networks that are made once. Each collection
+    # that a test asks for would look at it again
+    last = nextitem is not None and nextitem.path != item.path
+    if last and gc.get_freeze_count() and len(gc.get_objects(generation=2)) > _LEFT_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -27,7 +27,8 @@ _MULTIPLE, _ROWS = 8, 16
 def recorders() -> dict[FunctionType, Callable[..., Any]]:
     """The recorder for each function of SDNQ that the host has imported."""
     found: dict[FunctionType, Callable[..., Any]] = {}
-    for home, module in list(sys.modules.items()):
+    # among thousands of modules
+    for home, module in [each for each in list(sys.modules.items()) if _PACKAGE in each[0]]:
         _, own, inner = f".{home}".rpartition(f".{_PACKAGE}.")
         for name, recorder in _FUNCTIONS.get(inner, {}).items() if own else ():
             function = getattr(module, name, None)

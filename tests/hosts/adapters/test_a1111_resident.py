@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from ldm.modules import attention
 from pairs import one_of
-from pretended_card import GPU, Card, pretended_card
+from pretended_card import GPU, Card, apart, pretended_card
 from torch import nn
 
 from hosts.standins import a1111 as standin
@@ -96,9 +96,10 @@ class Running:
         host, size = self.host, 8
         self.seed += 1
         host.networks.loaded_networks = list(networks)
-        for layer in self.twin.modules():
-            if hasattr(layer, "network_layer_name") and hasattr(layer, "weight"):
-                host._apply_lora(layer)
+        with apart():
+            for layer in self.twin.modules():
+                if hasattr(layer, "network_layer_name") and hasattr(layer, "weight"):
+                    host._apply_lora(layer)
         generator = torch.Generator().manual_seed(self.seed)
         x = torch.randn((2, 4, size, size), generator=generator).to(HALF)
         context = torch.randn((2, 7, standin.CONTEXT), generator=generator).to(HALF)
@@ -115,7 +116,9 @@ class Running:
             t = torch.full((2,), 900 - 100 * step)
             wrapper = self.model.model
             call = wrapper if self.model.lowvram else wrapper.diffusion_model
-            noise, other = call(found, t.to(GPU), context=context.to(GPU)), self.twin(wanted, t, context=context)
+            noise = call(found, t.to(GPU), context=context.to(GPU))
+            with apart():
+                other = self.twin(wanted, t, context=context)
             worst = max(worst, relative_error([noise.cpu()], [other]))
             wanted = wanted - 0.1 * other
             found = wanted.to(GPU)

@@ -37,7 +37,7 @@ def _unet(seed: int) -> Any:
     made = diffusers.UNet2DConditionModel(
         block_out_channels=(64, 128), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), sample_size=16, layers_per_block=1, norm_num_groups=8,
-        cross_attention_dim=64, attention_head_dim=32,
+        cross_attention_dim=64, attention_head_dim=2,
     )  # fmt: skip
     # deltas of a LoRA are as large as torch's own weights then, and 8 bits stay within what is allowed
     for value in models.randomise(made.to(HALF), seed).parameters():
@@ -89,7 +89,7 @@ class Running:
     def unet(self) -> Any:
         return self.host.modeldata.model_data.sd_model.unet
 
-    def picture(self, steps: int = 4, seed: int = 1, multiplier: float = 0.0, side: int = 16, **more: Any) -> float:
+    def picture(self, steps: int = 3, seed: int = 1, multiplier: float = 0.0, side: int = 8, **more: Any) -> float:
         """Make an image; how far its latent is from one of the twin."""
         lora, device = self.host.processing.lora, self.devices.device
         job: dict[str, Any] = {"width": side, "height": side, "steps": steps, "seed": seed, **more}

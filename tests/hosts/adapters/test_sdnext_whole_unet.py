@@ -302,7 +302,7 @@ def test_it_leaves_and_comes_back_between_steps(card: Running) -> None:
         if step < 3:
             pipe.text_encoder(torch.zeros(2, 7, 64, dtype=torch.bfloat16, device=GPU))
 
-    whole(card, each_step=leave)
+    whole(card, each_step=leave, steps=4)
 
 
 @cards(0)
