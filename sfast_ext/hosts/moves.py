@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,29 +18,30 @@ from sfast_ext.hosts.session import guarded
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.report import Report
 from sfast_ext.weights.host_copies import HostCopies, Sources, move_to_gpu, sources_of
+from sfast_ext.weights.module_walk import modules_of, parameters_of
 
 
 class Moves:
     """Follows modules that the host moves by `to`, as AUTOMATIC1111 does with --medvram.
 
     Args:
-        within: gives the accelerators of a module and of what is in it.
+        among: gives the accelerators of modules, which are given by their ids.
         make_room: frees memory until so many bytes are free.
         host: its name, for the report.
-        rare_within: gives further accelerators of a module, called about once for each image: the memory of their
-            plans is freed whenever the module leaves the GPU.
+        rare_among: gives further accelerators, of what is called about once for each image: the memory of their plans
+            is freed whenever the module leaves the GPU.
     """
 
     def __init__(
         self,
-        within: Callable[[nn.Module], Iterable[Accelerator]],
+        among: Callable[[Container[int]], Iterable[Accelerator]],
         make_room: Callable[[float], object],
         report: Report,
         host: str,
-        rare_within: Callable[[nn.Module], Iterable[Accelerator]] = lambda module: (),
+        rare_among: Callable[[Container[int]], Iterable[Accelerator]] = lambda modules: (),
     ) -> None:
-        self._within, self._make_room, self._report, self._host = within, make_room, report, host
-        self._rare_within = rare_within
+        self._among, self._make_room, self._report, self._host = among, make_room, report, host
+        self._rare_among = rare_among
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unwrap: list[Callable[[], None]] = []
         self.copies = WeightMoves(report)
@@ -68,15 +69,17 @@ class Moves:
     def _to(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module not in self._modules:
             return original(module, *args, **kwargs)
-        accelerators, rare = list(self._within(module)), list(self._rare_within(module))
+        inside = set(map(id, modules_of(module)))
+        accelerators, rare = list(self._among(inside)), list(self._rare_among(inside))
         device = _device_of(args, kwargs)
-        place, was_there = place_of(device), gpu_room.on_gpu(module)
+        place = place_of(device)
         move = functools.partial(original, module, *args, **kwargs)
         if place is not None and place.type == "cuda":
             all_of_them = (*accelerators, *rare)
             for_plans = [functools.partial(fetch_weights, a, place, self._report, self._host) for a in all_of_them]
             with staying(accelerators, place):
                 return self.copies.to_gpu(module, place, move, for_plans)
+        was_there = gpu_room.on_gpu(module)
         result = self.copies.to_cpu(module, move) if str(device) == "cpu" else move()
         if was_there and not gpu_room.on_gpu(module):
             for each in rare:
@@ -108,12 +111,13 @@ class WeightMoves:
             move: how the host moves it.
             before: called first, as they move the weights that plans read.
         """
+        parameters = parameters_of(module)
         sources: Sources = []
-        self._attempt(lambda: sources.extend(sources_of(module) if system_memory.has_room() else ()))
+        self._attempt(lambda: sources.extend(sources_of(parameters) if system_memory.has_room() else ()))
         for action in before:
             guarded(self._report, "memory", action)
         if place is not None:
-            self._attempt(lambda: move_to_gpu(module, place))
+            self._attempt(lambda: move_to_gpu(parameters, place))
         result = _with_room(place, self._report, move)
         self._attempt(lambda: self._copies.keep(module, sources))
         return result

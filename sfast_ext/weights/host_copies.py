@@ -18,6 +18,7 @@ from torch import nn
 
 from sfast_ext.weights.digest import Digests
 from sfast_ext.weights.external_refs import ALONE, uses
+from sfast_ext.weights.module_walk import parameters_of
 from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
 from sfast_ext.weights.staging import Staging, is_dense
 
@@ -75,7 +76,7 @@ class HostCopies:
         kept = self._kept.pop(module, None)
         if kept is None:
             return 0
-        present = {id(parameter): parameter for parameter in module.parameters()}
+        present = {id(parameter): parameter for parameter in parameters_of(module)}
         places = zip((present.get(key) for key in kept.parameters), kept.sources)
         parameters = [p if p is not None and _followed(p, source) else None for p, source in places]
         for device in {p.device for p in parameters if p is not None}:
@@ -107,7 +108,7 @@ class HostCopies:
 
     def sweep(self) -> None:
         """Free the copies of modules that were moved in a way that was not followed."""
-        for module in [module for module in self._kept if not any(p.is_cuda for p in module.parameters())]:
+        for module in [module for module in self._kept if not any(p.is_cuda for p in parameters_of(module))]:
             del self._kept[module]
 
 
@@ -121,20 +122,20 @@ def put_back_everywhere(parameters: Iterable[torch.Tensor]) -> None:
         copies.put_back_some(wanted)
 
 
-def sources_of(module: nn.Module) -> Sources:
-    """What the parameters of a module have in system memory, before it is moved. It is not freed while this is held."""
-    here = (p for p in module.parameters() if is_plain(p) and p.device.type == "cpu" and p.numel())
+def sources_of(parameters: Iterable[nn.Parameter]) -> Sources:
+    """What parameters of a module have in system memory, before it is moved. It is not freed while this is held."""
+    here = (p for p in parameters if p.device.type == "cpu" and is_plain(p) and p.numel())
     with torch.no_grad():
         return [(p, live_tensor(p)) for p in here]
 
 
-def move_to_gpu(module: nn.Module, device: torch.device) -> None:
-    """Move the parameters of a module from system memory, as `module.to(device)` does, but faster; see `Staging`. All
-    of them, or none if it fails."""
+def move_to_gpu(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Move the parameters of a module that are in system memory, as `module.to(device)` does, but faster; see
+    `Staging`. All of them, or none if it fails."""
     moved: Sources = []
     with _readable():
         with Staging() as copy:
-            for parameter, source in sources_of(module):
+            for parameter, source in sources_of(parameters):
                 there = torch.empty_like(source, device=device)
                 copy(there, source)
                 moved.append((parameter, there))
