@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sfast_ext.accelerator import Accelerator
-from sfast_ext.hosts import gpu_room, system_memory
+from sfast_ext.hosts import gpu_room, quick_to, system_memory
 from sfast_ext.hosts.attachment import wrap
 from sfast_ext.hosts.session import guarded
 from sfast_ext.plans.graph_pool import pool_of
@@ -73,7 +73,7 @@ class Moves:
         accelerators, rare = list(self._among(inside)), list(self._rare_among(inside))
         device = _device_of(args, kwargs)
         place = place_of(device)
-        move = functools.partial(original, module, *args, **kwargs)
+        move = functools.partial(quick_to.to, original, module, *args, **kwargs)
         if place is not None and place.type == "cuda":
             all_of_them = (*accelerators, *rare)
             for_plans = [functools.partial(fetch_weights, a, place, self._report, self._host) for a in all_of_them]

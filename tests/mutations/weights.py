@@ -250,6 +250,37 @@ MUTATIONS = [
         ("weights/test_digest.py::test_by_threads_and_by_torch_it_is_the_same",),
     ),
     Mutation(
+        "parameters that are elsewhere", "hosts/quick_to.py",
+        "or parameter.device != place", "",
+        ("hosts/adapters/test_quick_to.py::test_one_that_is_elsewhere_is_moved",),
+    ),
+    Mutation(
+        "modules that do more when they are moved", "hosts/quick_to.py",
+        "kind._apply is ours and ", "",
+        ("hosts/adapters/test_quick_to.py::test_what_torchs_own_does_in_addition_is_done",),
+    ),
+    Mutation(
+        "gradients that move with parameters", "hosts/quick_to.py",
+        "if not parameter.is_leaf or parameter.grad is not None:", "if False:",
+        ("hosts/adapters/test_quick_to.py::test_what_torchs_own_does_in_addition_is_done",),
+    ),
+    Mutation(
+        "a way to move modules that is not torch's", "hosts/quick_to.py",
+        "if original is not nn.Module.to or any(f.__code__.co_filename != _FILE for f in (original, ours)):",
+        "if False:",
+        ("hosts/adapters/test_quick_to.py::test_anothers_method_is_called",),
+    ),
+    Mutation(
+        "buffers of a module whose parameters are there", "hosts/quick_to.py",
+        "each._buffers[name] = buffer.to(place)", "pass",
+        ("hosts/adapters/test_quick_to.py::test_parameters_that_are_there_stay_as_they_are",),
+    ),
+    Mutation(
+        "a host's module is moved by what is quick", "hosts/moves.py",
+        "functools.partial(quick_to.to, original, module", "functools.partial(original, module",
+        ("hosts/adapters/test_weight_moves.py::test_torch_looks_at_no_parameter_if_all_are_there",),
+    ),
+    Mutation(
         "small tensors that fill a buffer", "weights/staging.py",
         "            if self._used + size > self._size:\n                self._next(to.device)\n            run =",
         "            run =",
