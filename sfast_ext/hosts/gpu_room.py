@@ -184,7 +184,8 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def on_gpu(module: nn.Module) -> bool:
-    """Whether any of a module's weights are on a GPU."""
-    held = (value for each in modules_of(module) for value in each._parameters.values())
+def on_gpu(module: nn.Module | Iterable[nn.Module]) -> bool:
+    """Whether any weights are on a GPU: those of a module, or those that modules hold themselves."""
+    modules = modules_of(module) if isinstance(module, nn.Module) else module
+    held = (value for each in modules for value in each._parameters.values())
     return any(p is not None and p.is_cuda for p in held)

@@ -18,7 +18,7 @@ from sfast_ext.hosts.session import guarded
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.report import Report
 from sfast_ext.weights.host_copies import HostCopies, Sources, move_to_gpu, sources_of
-from sfast_ext.weights.module_walk import modules_of, parameters_of
+from sfast_ext.weights.module_walk import modules_of, parameters_in
 
 
 class Moves:
@@ -69,18 +69,19 @@ class Moves:
     def _to(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module not in self._modules:
             return original(module, *args, **kwargs)
-        inside = set(map(id, modules_of(module)))
+        modules = modules_of(module)
+        inside = set(map(id, modules))
         accelerators, rare = list(self._among(inside)), list(self._rare_among(inside))
         device = _device_of(args, kwargs)
         place = place_of(device)
-        move = functools.partial(quick_to.to, original, module, *args, **kwargs)
+        move = functools.partial(quick_to.to, original, module, modules, args, kwargs)
         if place is not None and place.type == "cuda":
             all_of_them = (*accelerators, *rare)
             for_plans = [functools.partial(fetch_weights, a, place, self._report, self._host) for a in all_of_them]
             with staying(accelerators, place):
-                return self.copies.to_gpu(module, place, move, for_plans)
-        was_there = gpu_room.on_gpu(module)
-        result = self.copies.to_cpu(module, move) if str(device) == "cpu" else move()
+                return self.copies.to_gpu(module, place, move, for_plans, modules)
+        was_there = gpu_room.on_gpu(modules)
+        result = self.copies.to_cpu(module, move, modules) if str(device) == "cpu" else move()
         if was_there and not gpu_room.on_gpu(module):
             for each in rare:
                 guarded(self._report, "memory", each.give_memory_back)
@@ -103,6 +104,7 @@ class WeightMoves:
         place: torch.device | None,
         move: Callable[[], Any],
         before: Iterable[Callable[[], object]] = (),
+        modules: Iterable[nn.Module] | None = None,
     ) -> Any:
         """Move a module to the GPU; returns what `move` does.
 
@@ -110,8 +112,9 @@ class WeightMoves:
             place: where all of it goes; None if its parts go to different devices.
             move: how the host moves it.
             before: called first, as they move the weights that plans read.
+            modules: the module and what is in it, if that is known.
         """
-        parameters = parameters_of(module)
+        parameters = parameters_in(modules_of(module) if modules is None else modules)
         sources: Sources = []
         self._attempt(lambda: sources.extend(sources_of(parameters) if system_memory.has_room() else ()))
         for action in before:
@@ -122,9 +125,13 @@ class WeightMoves:
         self._attempt(lambda: self._copies.keep(module, sources))
         return result
 
-    def to_cpu(self, module: nn.Module, move: Callable[[], Any]) -> Any:
-        """Move a module to system memory; returns what `move` does, which is how the host moves it."""
-        self._attempt(lambda: self._put_back(module))
+    def to_cpu(self, module: nn.Module, move: Callable[[], Any], modules: Iterable[nn.Module] | None = None) -> Any:
+        """Move a module to system memory; returns what `move` does, which is how the host moves it.
+
+        Args:
+            modules: the module and what is in it, if that is known.
+        """
+        self._attempt(lambda: self._put_back(module, modules))
         return move()
 
     @contextlib.contextmanager
@@ -163,8 +170,8 @@ class WeightMoves:
 
         guarded(self._report, "memory", unless_full)
 
-    def _put_back(self, module: nn.Module) -> None:
-        self._report.count("weights_put_back", self._copies.put_back(module))
+    def _put_back(self, module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
+        self._report.count("weights_put_back", self._copies.put_back(module, modules))
 
 
 def _with_room(place: torch.device | None, report: Report, move: Callable[[], Any]) -> Any:

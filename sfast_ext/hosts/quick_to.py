@@ -6,22 +6,29 @@ does nothing, but for each parameter it asks what it would give it, and whether 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from sfast_ext.weights.module_walk import modules_of
-
 _PLAIN = (torch.Tensor, nn.Parameter)
 _FILE = nn.Module.__init__.__code__.co_filename
 
 
-def to(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def to(
+    original: Callable[..., Any],
+    module: nn.Module,
+    modules: Collection[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
     """`original(module, *args, **kwargs)`, where `original` is the module's `to`: only buffers are moved if that is all
-    that is left of it."""
-    modules = modules_of(module)
+    that is left of it.
+
+    Args:
+        modules: the module and what is in it.
+    """
     if len(args) != 1 or kwargs or not _is_torchs(original, modules):
         return original(module, *args, **kwargs)
     place: Any = args[0]

@@ -18,7 +18,7 @@ from torch import nn
 
 from sfast_ext.weights.digest import Digests
 from sfast_ext.weights.external_refs import ALONE, uses
-from sfast_ext.weights.module_walk import parameters_of
+from sfast_ext.weights.module_walk import modules_of, parameters_in, parameters_of
 from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
 from sfast_ext.weights.staging import Staging, is_dense
 
@@ -70,13 +70,18 @@ class HostCopies:
                 digests = Digests([live_tensor(parameter) for parameter, _ in followed])
             self._kept[module] = _Kept([id(p) for p, _ in followed], [s for _, s in followed], digests)
 
-    def put_back(self, module: nn.Module) -> int:
+    def put_back(self, module: nn.Module, modules: Iterable[nn.Module] | None = None) -> int:
         """Give the parameters of a module that is about to leave the GPU their copies in system memory, where these are
-        still equal. Returns how many need not be copied."""
+        still equal. Returns how many need not be copied.
+
+        Args:
+            modules: the module and what is in it, if that is known.
+        """
         kept = self._kept.pop(module, None)
         if kept is None:
             return 0
-        present = {id(parameter): parameter for parameter in parameters_of(module)}
+        held = parameters_in(modules_of(module) if modules is None else modules)
+        present = {id(parameter): parameter for parameter in held}
         places = zip((present.get(key) for key in kept.parameters), kept.sources)
         parameters = [p if p is not None and _followed(p, source) else None for p, source in places]
         for device in {p.device for p in parameters if p is not None}:

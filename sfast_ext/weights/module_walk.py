@@ -6,6 +6,8 @@ long. A host that moves a model for each image has it walked several times.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 
@@ -26,8 +28,13 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
 
 def parameters_of(root: nn.Module) -> list[nn.Parameter]:
     """What `root.parameters()` gives, in its order."""
+    return parameters_in(modules_of(root))
+
+
+def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that these modules hold themselves, each once."""
     found: dict[int, nn.Parameter] = {}
-    for module in modules_of(root):
+    for module in modules:
         for value in module._parameters.values() if module._parameters else ():
             if value is not None:
                 found.setdefault(id(value), value)

@@ -28,6 +28,10 @@ def model() -> nn.Module:
     return made.requires_grad_(False)
 
 
+def to(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return quick_to.to(original, module, [*module.modules()], args, kwargs)
+
+
 def moved(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
     """Whether torch's own `to` was needed."""
     asked: list[nn.Module] = []
@@ -40,7 +44,7 @@ def moved(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
     noted.__code__ = noted.__code__.replace(co_filename=apply.__code__.co_filename)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "_apply", noted)
-        assert quick_to.to(_TO, module, *args, **kwargs) is module
+        assert to(_TO, module, *args, **kwargs) is module
     return bool(asked)
 
 
@@ -118,18 +122,18 @@ def test_anothers_method_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
         return self
 
     module = model()
-    quick_to.to(other, module, "cpu")
+    to(other, module, "cpu")
     assert called == [("cpu",)]
     # somebody put it into all modules
     monkeypatch.setattr(nn.Module, "to", other)
-    quick_to.to(other, module, "cpu")
+    to(other, module, "cpu")
     monkeypatch.setattr(nn.Module, "to", _TO)
     monkeypatch.setattr(nn.Module, "_apply", lambda self, *args: called.append(args) or self)
-    quick_to.to(_TO, module, "cpu")
+    to(_TO, module, "cpu")
     assert len(called) == 3
     monkeypatch.undo()
     module[0]._apply = lambda *args: called.append(args)
-    quick_to.to(_TO, module, "cpu")
+    to(_TO, module, "cpu")
     assert len(called) == 4
 
 
@@ -137,4 +141,4 @@ def test_what_torch_refuses_is_refused() -> None:
     module = model()
     module[1].register_buffer("nowhere", torch.zeros(2, device="meta"))
     with pytest.raises(NotImplementedError, match="to_empty"):
-        quick_to.to(_TO, module, "cpu")
+        to(_TO, module, "cpu")

@@ -112,9 +112,9 @@ def test_torch_looks_at_no_parameter_if_all_are_there(monkeypatch):
     moves = Moves(lambda module: [], lambda needed: None, Report(), "the host")
     asked = []
 
-    def to(original, module, *args):
+    def to(original, *args):
         asked.append(original)
-        return real(original, module, *args)
+        return real(original, *args)
 
     real = quick_to.to
     monkeypatch.setattr(quick_to, "to", to)
