@@ -33,14 +33,15 @@ class Vacancy:
     device: torch.device
     members: list[_Member] = field(default_factory=list)
 
-    def vacate(self) -> None:
-        """Free the block. Its tensors keep shape, dtype and device, as an expanded single NaN."""
+    def vacate(self, nothing: torch.Tensor) -> None:
+        """Free the block. Its tensors keep shape, dtype and device, as an expanded single NaN.
+
+        Args:
+            nothing: see `nothing_of`; several blocks may have the same.
+        """
         with torch.inference_mode(False), torch.no_grad():
-            fill = math.nan if self.dtype.is_floating_point else 0
             for member in self.members:
-                shape = member.weight.tensor.shape
-                nothing = torch.full((1,) * len(shape), fill, dtype=self.dtype, device=self.device)
-                member.weight.tensor.data = nothing.expand(shape)
+                member.weight.tensor.data = nothing.expand(member.weight.tensor.shape)
                 member.weight.bound, member.weight.pointer = None, nothing.data_ptr()
 
     def occupy(self, layouts: OriginalLayouts) -> None:
@@ -60,6 +61,23 @@ class Vacancy:
                 member.weight.pointer = tensor.data_ptr()
                 if member.original is not None:
                     layouts.record_memory(tensor, member.original)
+
+
+def vacate(given: Iterable[Vacancy]) -> None:
+    """Free blocks."""
+    nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    for block in given:
+        key = block.dtype, block.device
+        if key not in nothing:
+            # a launch for each tensor would take as long as the rest
+            nothing[key] = nothing_of(*key)
+        block.vacate(nothing[key])
+
+
+def nothing_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What a tensor without memory is an expansion of."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 def vacant_bytes(given: Iterable[Vacancy]) -> int:

@@ -250,6 +250,16 @@ MUTATIONS = [
         ("weights/test_digest.py::test_by_threads_and_by_torch_it_is_the_same",),
     ),
     Mutation(
+        "what tensors without memory are of, by dtype", "weights/vacancy.py",
+        "key = block.dtype, block.device", "key = None, block.device",
+        ("weights/test_vacancy.py::test_tensors_without_memory_share_what_they_are_of",),
+    ),
+    Mutation(
+        "what tensors without memory share", "weights/vacancy.py",
+        "if key not in nothing:", "if True:",
+        ("weights/test_vacancy.py::test_tensors_without_memory_share_what_they_are_of",),
+    ),
+    Mutation(
         "parameters that are elsewhere", "hosts/quick_to.py",
         "or parameter.device != place", "",
         ("hosts/adapters/test_quick_to.py::test_one_that_is_elsewhere_is_moved",),
