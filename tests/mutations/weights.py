@@ -250,13 +250,8 @@ MUTATIONS = [
         ("weights/test_digest.py::test_by_threads_and_by_torch_it_is_the_same",),
     ),
     Mutation(
-        "what tensors without memory are of, by dtype", "weights/vacancy.py",
-        "key = block.dtype, block.device", "key = None, block.device",
-        ("weights/test_vacancy.py::test_tensors_without_memory_share_what_they_are_of",),
-    ),
-    Mutation(
-        "what tensors without memory share", "weights/vacancy.py",
-        "if key not in nothing:", "if True:",
+        "tensors without memory are not numbers", "weights/vacancy.py",
+        "torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype", "torch.full((), 0, dtype=dtype",
         ("weights/test_vacancy.py::test_tensors_without_memory_share_what_they_are_of",),
     ),
     Mutation(
