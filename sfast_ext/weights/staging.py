@@ -46,11 +46,11 @@ class Event(Protocol):
 
 @dataclass
 class _Run:
-    """Small tensors of one dtype, next to each other in a buffer: from which byte to which, and where they go."""
+    """Small tensors of one dtype, that lie next to each other in a buffer, how many bytes they are, and where they
+    go."""
 
     dtype: torch.dtype
-    begin: int
-    end: int
+    size: int = 0
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
 
@@ -72,9 +72,11 @@ class Staging:
     def __init__(self, size: int = BUFFER_BYTES) -> None:
         self._size = size
         self._buffers: list[tuple[torch.Tensor, Event]] | None = None
-        self._used = 0  # bytes of the first buffer
+        self._used = 0  # bytes of the first buffer; small tensors come behind `_limit`, and others lie behind `_top`
+        self._limit = self._top = size
         self._pieces: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # target, place in the buffer, source
         self._runs: list[_Run] = []
+        self._open: dict[torch.dtype, _Run] = {}  # those that may grow
         self._pool: ThreadPoolExecutor | None = None
         self._helpers = 0
 
@@ -88,6 +90,7 @@ class Staging:
         finally:
             self._pieces.clear()
             self._runs.clear()
+            self._open.clear()
             if self._pool is not None:
                 self._pool.shutdown()
 
@@ -134,38 +137,49 @@ class Staging:
         assert self._buffers is not None
         done, size = 0, source.numel()
         while done < size:
-            if self._used >= self._size:
+            if self._used >= self._limit:
                 self._next(to.device)
             buffer, _ = self._buffers[0]
-            n = min(self._size - self._used, size - done)
+            n = min(self._limit - self._used, size - done)
             filled = buffer[self._used : self._used + n]
             self._pieces.append((to[done : done + n], filled, source[done : done + n]))
             done += n
             self._used += _aligned(n)
 
     def _put_together(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Stage a small tensor: next to the one before, if that is small and of its dtype."""
-        size, run = source.nbytes, self._runs[-1] if self._runs else None
-        goes_on = run is not None and run.dtype == source.dtype and self._used == _aligned(run.end)
-        if run is None or not goes_on or run.end + size > min(self._size, run.begin + self._size // _RUN):
-            if self._used + size > self._size:
-                self._next(to.device)
-            run = _Run(source.dtype, self._used, self._used)
+        """Stage a small tensor, next to others of its dtype."""
+        size = source.nbytes
+        if self._used + size + _ALIGNED > self._limit:
+            self._next(to.device)
+        run = self._open.get(source.dtype)
+        if run is None or run.size + size > self._size // _RUN:
+            run = self._open[source.dtype] = _Run(source.dtype)
             self._runs.append(run)
+            self._limit -= _ALIGNED
         run.targets.append(to if to.dim() == 1 else in_memory_order(to))
         run.sources.append(source if source.dim() == 1 else in_memory_order(source))
-        run.end += size
-        self._used = _aligned(run.end)
+        run.size += size
+        self._limit -= size
 
-    def _filled(self, run: _Run) -> torch.Tensor:
-        """The part of the first buffer in which a run is, which has it now."""
-        assert self._buffers is not None
-        filled = self._buffers[0][0][run.begin : run.end].view(run.dtype)
-        return torch.cat(run.sources, out=filled)
+    def _filled(self) -> list[tuple[_Run, torch.Tensor]]:
+        """Each run, with the part of the first buffer that has it from now on."""
+        found = []
+        begin = self._limit
+        for run in self._runs:
+            assert self._buffers is not None
+            begin = _aligned(begin)
+            place = self._buffers[0][0][begin : begin + run.size].view(run.dtype)
+            found.append((run, torch.cat(run.sources, out=place)))
+            begin += run.size
+        assert begin <= self._top
+        self._top = self._limit
+        self._runs.clear()
+        self._open.clear()
+        return found
 
     def _send(self) -> None:
         """Fill the first buffer with what was staged, and copy it to the GPU."""
-        filled_runs = list(map(self._filled, self._runs))
+        runs = self._filled()
         if self._pieces:
             assert self._pool is not None
             # each thread takes what is next until nothing is left: few wake-ups, and none waits for a slow one's share
@@ -173,9 +187,8 @@ class Staging:
             for to, filled, _ in self._pieces:
                 to.copy_(filled, non_blocking=True)
             self._pieces.clear()
-        for run, filled in zip(self._runs, filled_runs):
+        for run, filled in runs:
             _spread(run, filled)
-        self._runs.clear()
 
     def _next(self, device: torch.device) -> None:
         """Go on with the other buffer, once what was copied from it has arrived."""
@@ -185,7 +198,7 @@ class Staging:
         self._buffers[0][1].record(self._stream(device))
         self._buffers.reverse()
         self._buffers[0][1].synchronize()
-        self._used = 0
+        self._used, self._limit, self._top = 0, self._size, self._size
 
 
 def _spread(run: _Run, filled: torch.Tensor) -> None:

@@ -78,10 +78,10 @@ def test_copies_are_exact(card, dtype, layouts, size):
 def small_and_large(count: int = 300) -> list[torch.Tensor]:
     """Many small tensors, most of one dtype, and some that are not small."""
     dtypes = [torch.float32] * 9 + [torch.bool, torch.float16]
-    return [(torch.randn(40 if i % 50 == 49 else 1 + i % 6, 1) * 9).to(dtypes[i // 20 % 11]) for i in range(count)]
+    return [(torch.randn(400 if i % 50 == 49 else 1 + i % 6, 1) * 9).to(dtypes[i // 20 % 11]) for i in range(count)]
 
 
-@pytest.mark.parametrize("size", [1 << 14, 16 * 1024 + 40, 1 << 16])
+@pytest.mark.parametrize("size", [1 << 14, 16 * 1024 + 40, 1 << 18])
 def test_small_tensors_come_together(card, monkeypatch, size):
     together: list[int] = []
     real = torch._foreach_copy_
@@ -100,7 +100,26 @@ def test_small_tensors_come_together(card, monkeypatch, size):
     assert all(torch.equal(to.to("cpu"), source) for to, source in zip(there, sources))
     assert sum(together) > 0.9 * len(sources) > 9 * len(together)
     # a buffer is used again
-    assert (buffers.log[-1][0] == "synchronize") == (size < 1 << 16)
+    assert (buffers.log[-1][0] == "synchronize") == (size < 1 << 18)
+
+
+def test_what_was_sent_stays_until_it_has_arrived(card, monkeypatch):
+    places: list[tuple[int, int]] = []
+    real = staging._spread
+
+    def noted(run, filled):
+        places.append((filled.data_ptr(), filled.data_ptr() + filled.nbytes))
+        real(run, filled)
+
+    monkeypatch.setattr(staging, "_spread", noted)
+    buffers = Buffers(1 << 16)
+    with buffers as copy:
+        for _ in range(3):
+            copy(torch.zeros(7).to(GPU), torch.randn(7))
+            # of other strides: sent at once
+            copy(torch.zeros(2, 2, 2, 2).contiguous(memory_format=torch.channels_last).to(GPU), torch.randn(2, 2, 2, 2))
+    assert len(places) == 3 and not any(what == "record" for what, _ in buffers.log)
+    assert all(end <= begin for (_, end), (begin, _) in zip(sorted(places), sorted(places)[1:]))
 
 
 def test_small_tensors_come_one_by_one_without_memory_to_put_them_together(card, monkeypatch):
