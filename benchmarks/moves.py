@@ -50,8 +50,8 @@ def measure(module: nn.Module, threads: int, times: int) -> dict[str, Any]:
     copies = HostCopies()
 
     def arrive() -> None:
-        held = sources_of(module)
-        move_to_gpu(module, DEVICE)
+        held = sources_of(module.parameters())
+        move_to_gpu(module.parameters(), DEVICE)
         copies.keep(module, held)
 
     def leave() -> None:

@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room, reasons
 from sfast_ext.reasons import Reason, text
 from sfast_ext.report import Report
+from sfast_ext.weights.module_walk import modules_of
 from sfast_ext.weights.original_layout import set_data
 
 Parts = Callable[[nn.Module], Iterable[tuple[str, nn.Module]]]
@@ -142,8 +143,12 @@ class Attachment:
         with self._lock:
             if not self._accelerators:
                 return []
-            inner = {id(m) for m in module.modules()}
-            return [a for a in self._accelerators if id(a.module) in inner]
+            return self.among(set(map(id, modules_of(module))))
+
+    def among(self, modules: Container[int]) -> list[Accelerator]:
+        """The accelerators of modules, which are given by their ids."""
+        with self._lock:
+            return [a for a in self._accelerators if id(a.module) in modules]
 
     def drop_plans(self) -> int:
         """Drop all plans of all modules; new ones may be made at once. Returns how many there were."""

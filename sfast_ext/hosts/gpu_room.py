@@ -14,6 +14,7 @@ from sfast_ext import environment, host_gpu
 from sfast_ext.accelerator import accelerator_of
 from sfast_ext.plans import graph_pool
 from sfast_ext.report import Report
+from sfast_ext.weights.module_walk import modules_of, parameters_of
 
 DECODING_RESERVE = 6 << 30
 """Bytes that decoding and text encoders may need in addition to a UNet, if the host does not say what it runs next."""
@@ -128,7 +129,7 @@ def is_tight() -> bool:
 
 def load_bytes(module: nn.Module) -> int:
     """Bytes that a module is about to take on the GPU: its weights that are elsewhere, and some to run it."""
-    return sum(_bytes(p) for p in module.parameters() if not p.is_cuda) + WORKSPACE
+    return sum(_bytes(p) for p in parameters_of(module) if not p.is_cuda) + WORKSPACE
 
 
 def decoder_bytes(widths: Sequence[int], latent: torch.Tensor) -> float:
@@ -176,13 +177,15 @@ def has_room_for_second(module: nn.Module) -> bool:
 
 
 def _size(module: nn.Module) -> int:
-    return sum(map(_bytes, module.parameters()))
+    return sum(map(_bytes, parameters_of(module)))
 
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def on_gpu(module: nn.Module) -> bool:
-    """Whether any of a module's weights are on a GPU."""
-    return any(p.is_cuda for p in module.parameters())
+def on_gpu(module: nn.Module | Iterable[nn.Module]) -> bool:
+    """Whether any weights are on a GPU: those of a module, or those that modules hold themselves."""
+    modules = modules_of(module) if isinstance(module, nn.Module) else module
+    held = (value for each in modules for value in each._parameters.values())
+    return any(p is not None and p.is_cuda for p in held)

@@ -5,42 +5,43 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from sfast_ext.accelerator import Accelerator
-from sfast_ext.hosts import gpu_room, system_memory
+from sfast_ext.hosts import gpu_room, quick_to, system_memory
 from sfast_ext.hosts.attachment import wrap
 from sfast_ext.hosts.session import guarded
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.report import Report
 from sfast_ext.weights.host_copies import HostCopies, Sources, move_to_gpu, sources_of
+from sfast_ext.weights.module_walk import modules_of, parameters_in
 
 
 class Moves:
     """Follows modules that the host moves by `to`, as AUTOMATIC1111 does with --medvram.
 
     Args:
-        within: gives the accelerators of a module and of what is in it.
+        among: gives the accelerators of modules, which are given by their ids.
         make_room: frees memory until so many bytes are free.
         host: its name, for the report.
-        rare_within: gives further accelerators of a module, called about once for each image: the memory of their
-            plans is freed whenever the module leaves the GPU.
+        rare_among: gives further accelerators, of what is called about once for each image: the memory of their plans
+            is freed whenever the module leaves the GPU.
     """
 
     def __init__(
         self,
-        within: Callable[[nn.Module], Iterable[Accelerator]],
+        among: Callable[[Container[int]], Iterable[Accelerator]],
         make_room: Callable[[float], object],
         report: Report,
         host: str,
-        rare_within: Callable[[nn.Module], Iterable[Accelerator]] = lambda module: (),
+        rare_among: Callable[[Container[int]], Iterable[Accelerator]] = lambda modules: (),
     ) -> None:
-        self._within, self._make_room, self._report, self._host = within, make_room, report, host
-        self._rare_within = rare_within
+        self._among, self._make_room, self._report, self._host = among, make_room, report, host
+        self._rare_among = rare_among
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unwrap: list[Callable[[], None]] = []
         self.copies = WeightMoves(report)
@@ -68,16 +69,19 @@ class Moves:
     def _to(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module not in self._modules:
             return original(module, *args, **kwargs)
-        accelerators, rare = list(self._within(module)), list(self._rare_within(module))
+        modules = modules_of(module)
+        inside = set(map(id, modules))
+        accelerators, rare = list(self._among(inside)), list(self._rare_among(inside))
         device = _device_of(args, kwargs)
-        place, was_there = place_of(device), gpu_room.on_gpu(module)
-        move = functools.partial(original, module, *args, **kwargs)
+        place = place_of(device)
+        move = functools.partial(quick_to.to, original, module, modules, args, kwargs)
         if place is not None and place.type == "cuda":
             all_of_them = (*accelerators, *rare)
             for_plans = [functools.partial(fetch_weights, a, place, self._report, self._host) for a in all_of_them]
             with staying(accelerators, place):
-                return self.copies.to_gpu(module, place, move, for_plans)
-        result = self.copies.to_cpu(module, move) if str(device) == "cpu" else move()
+                return self.copies.to_gpu(module, place, move, for_plans, modules)
+        was_there = gpu_room.on_gpu(modules)
+        result = self.copies.to_cpu(module, move, modules) if str(device) == "cpu" else move()
         if was_there and not gpu_room.on_gpu(module):
             for each in rare:
                 guarded(self._report, "memory", each.give_memory_back)
@@ -100,6 +104,7 @@ class WeightMoves:
         place: torch.device | None,
         move: Callable[[], Any],
         before: Iterable[Callable[[], object]] = (),
+        modules: Iterable[nn.Module] | None = None,
     ) -> Any:
         """Move a module to the GPU; returns what `move` does.
 
@@ -107,20 +112,26 @@ class WeightMoves:
             place: where all of it goes; None if its parts go to different devices.
             move: how the host moves it.
             before: called first, as they move the weights that plans read.
+            modules: the module and what is in it, if that is known.
         """
+        parameters = parameters_in(modules_of(module) if modules is None else modules)
         sources: Sources = []
-        self._attempt(lambda: sources.extend(sources_of(module) if system_memory.has_room() else ()))
+        self._attempt(lambda: sources.extend(sources_of(parameters) if system_memory.has_room() else ()))
         for action in before:
             guarded(self._report, "memory", action)
         if place is not None:
-            self._attempt(lambda: move_to_gpu(module, place))
+            self._attempt(lambda: move_to_gpu(parameters, place))
         result = _with_room(place, self._report, move)
         self._attempt(lambda: self._copies.keep(module, sources))
         return result
 
-    def to_cpu(self, module: nn.Module, move: Callable[[], Any]) -> Any:
-        """Move a module to system memory; returns what `move` does, which is how the host moves it."""
-        self._attempt(lambda: self._put_back(module))
+    def to_cpu(self, module: nn.Module, move: Callable[[], Any], modules: Iterable[nn.Module] | None = None) -> Any:
+        """Move a module to system memory; returns what `move` does, which is how the host moves it.
+
+        Args:
+            modules: the module and what is in it, if that is known.
+        """
+        self._attempt(lambda: self._put_back(module, modules))
         return move()
 
     @contextlib.contextmanager
@@ -159,8 +170,8 @@ class WeightMoves:
 
         guarded(self._report, "memory", unless_full)
 
-    def _put_back(self, module: nn.Module) -> None:
-        self._report.count("weights_put_back", self._copies.put_back(module))
+    def _put_back(self, module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
+        self._report.count("weights_put_back", self._copies.put_back(module, modules))
 
 
 def _with_room(place: torch.device | None, report: Report, move: Callable[[], Any]) -> Any:

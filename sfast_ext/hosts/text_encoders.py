@@ -7,7 +7,7 @@ accelerated is what comes next: the layers of transformers' encoder, or the bloc
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -50,11 +50,9 @@ class _Attachment(Attachment):
         self._secondary = SecondaryReport(report, COUNTED, NAME)
         super().__init__(hooks_for, self._secondary, name=NAME)
 
-    def within(self, module: nn.Module) -> list[Accelerator]:
-        """The accelerators of a module and of what is in it. A tower is in no other module; its blocks are."""
-        accelerators = self.accelerators()
-        inner = {id(each) for each in module.modules()} if accelerators else ()
-        return [each for each in accelerators if id(_place(each.module)) in inner]
+    def among(self, modules: Container[int]) -> list[Accelerator]:
+        """See `Attachment.among`. A tower is in no other module; its blocks are."""
+        return [each for each in self.accelerators() if id(_place(each.module)) in modules]
 
     def status(self) -> list[dict[str, Any]]:
         """As of other networks. "idle" is why the last call was bypassed."""
@@ -124,9 +122,9 @@ class TextEncoders:
         """See `Attachment.suspend`."""
         self._attachment.suspend(module)
 
-    def within(self, module: nn.Module) -> list[Accelerator]:
-        """The accelerators of what is in a module."""
-        return self._attachment.within(module)
+    def among(self, modules: Container[int]) -> list[Accelerator]:
+        """See `Attachment.among`."""
+        return self._attachment.among(modules)
 
     def give_memory_back(self) -> None:
         """See `Attachment.give_memory_back`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,9 +99,9 @@ class Vaes:
             each.new_generation()
         return followed
 
-    def within(self, module: nn.Module) -> list[Accelerator]:
-        """The accelerators of what is in a module."""
-        return [each for attachment in self.attachments for each in attachment.within(module)]
+    def among(self, modules: Container[int]) -> list[Accelerator]:
+        """See `Attachment.among`."""
+        return [each for attachment in self.attachments for each in attachment.among(modules)]
 
     def suspend(self, module: nn.Module | None = None) -> None:
         """See `Attachment.suspend`."""

@@ -115,11 +115,12 @@ class Hidden:
         self._taken: dict[int, tuple[Aside, torch.Tensor, torch.Tensor]] = {}
 
     def __enter__(self) -> Hidden:
-        here = set(map(id, in_system_memory(self._asides)))
         try:
-            for aside in self._asides:
-                if id(aside.now) in here:
-                    self._hide(aside)
+            with torch.inference_mode(False), torch.no_grad():
+                for aside in self._asides:
+                    now = aside.now
+                    if isinstance(now, torch.Tensor) and now.device.type == "cpu" and is_plain(now):
+                        self._hide(aside, now)
         except BaseException:
             self.__exit__()
             raise
@@ -128,9 +129,10 @@ class Hidden:
     def __exit__(self, *_: object) -> None:
         for aside, source, value in self._taken.values():
             # the host may have put another object there
-            for now in {id(each): each for each in (aside.now, value)}.values():
-                if isinstance(now, torch.Tensor) and not now.numel():
-                    set_data(now, source)
+            now = aside.now
+            for each in (value,) if now is value else (now, value):
+                if isinstance(each, torch.Tensor) and not each.numel():
+                    set_data(each, source)
         self._taken = {}
 
     @contextlib.contextmanager
@@ -154,14 +156,12 @@ class Hidden:
                 with torch.inference_mode(False), torch.no_grad():
                     if now.is_cuda:
                         set_data(now, to_system_memory([live_tensor(now)])[0])
-                self._hide(aside)
+                    self._hide(aside, now)
 
-    def _hide(self, aside: Aside) -> None:
-        value = aside.now
+    def _hide(self, aside: Aside, value: torch.Tensor) -> None:
         if id(value) not in self._taken:
-            with torch.inference_mode(False), torch.no_grad():
-                self._taken[id(value)] = aside, live_tensor(value), value
-                set_data(value, torch.empty(0, dtype=value.dtype, device=self._device))
+            self._taken[id(value)] = aside, live_tensor(value), value
+            set_data(value, torch.empty(0, dtype=value.dtype, device=self._device))
 
 
 def places_in(asides: dict[str, Aside], root: nn.Module, other: nn.Module) -> dict[str, list[WeightSlot]] | None:

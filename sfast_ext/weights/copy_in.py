@@ -28,8 +28,9 @@ def copy_in(
         check_compatible(weight, now, anywhere=anywhere)
         if now is not None and id(weight) not in tracked.vacant:
             tracked.order.check_format(weight, now, tracked.root)
-        if any(c.get(n) is not now for c, n in weight.slots):
-            raise WeightsChanged(reasons.WEIGHT_UNTIED(weight.path))
+        for container, name in weight.slots:
+            if container.get(name) is not now:
+                raise WeightsChanged(reasons.WEIGHT_UNTIED(weight.path))
         bound = tracked.weights.get(id(now))
         if bound is None or bound.bound is not now or not bound.plans:
             bound = weight

@@ -65,12 +65,15 @@ def external_reader(
         if type(w.tensor) is not torch.Tensor:
             # no plan reads it, see `check_compatible`, and it may have no storage
             continue
-        record(w.tensor)
-        record(w.tensor._base)
+        memory = memory_of(w.tensor)
+        if memory in known:
+            # a view lies in the memory of its base
+            record(w.tensor)
+            record(w.tensor._base)
         bound = w.bound if w.bound is not None and same_place(w.bound, w.tensor) else None
         record(bound)
         record(coming.get(id(w)))
-        within = spans.get(memory_of(w.tensor))
+        within = spans.get(memory)
         if within is not None and w.slots and w.tensor.numel() and (w.plans or bound is not None):
             last = sum((size - 1) * stride for size, stride in zip(w.tensor.shape, w.tensor.stride()))
             start = w.tensor.storage_offset()

@@ -18,6 +18,7 @@ from torch import nn
 
 from sfast_ext.weights.digest import Digests
 from sfast_ext.weights.external_refs import ALONE, uses
+from sfast_ext.weights.module_walk import modules_of, parameters_in, parameters_of
 from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
 from sfast_ext.weights.staging import Staging, is_dense
 
@@ -69,13 +70,18 @@ class HostCopies:
                 digests = Digests([live_tensor(parameter) for parameter, _ in followed])
             self._kept[module] = _Kept([id(p) for p, _ in followed], [s for _, s in followed], digests)
 
-    def put_back(self, module: nn.Module) -> int:
+    def put_back(self, module: nn.Module, modules: Iterable[nn.Module] | None = None) -> int:
         """Give the parameters of a module that is about to leave the GPU their copies in system memory, where these are
-        still equal. Returns how many need not be copied."""
+        still equal. Returns how many need not be copied.
+
+        Args:
+            modules: the module and what is in it, if that is known.
+        """
         kept = self._kept.pop(module, None)
         if kept is None:
             return 0
-        present = {id(parameter): parameter for parameter in module.parameters()}
+        held = parameters_in(modules_of(module) if modules is None else modules)
+        present = {id(parameter): parameter for parameter in held}
         places = zip((present.get(key) for key in kept.parameters), kept.sources)
         parameters = [p if p is not None and _followed(p, source) else None for p, source in places]
         for device in {p.device for p in parameters if p is not None}:
@@ -107,7 +113,7 @@ class HostCopies:
 
     def sweep(self) -> None:
         """Free the copies of modules that were moved in a way that was not followed."""
-        for module in [module for module in self._kept if not any(p.is_cuda for p in module.parameters())]:
+        for module in [module for module in self._kept if not any(p.is_cuda for p in parameters_of(module))]:
             del self._kept[module]
 
 
@@ -121,20 +127,20 @@ def put_back_everywhere(parameters: Iterable[torch.Tensor]) -> None:
         copies.put_back_some(wanted)
 
 
-def sources_of(module: nn.Module) -> Sources:
-    """What the parameters of a module have in system memory, before it is moved. It is not freed while this is held."""
-    here = (p for p in module.parameters() if is_plain(p) and p.device.type == "cpu" and p.numel())
+def sources_of(parameters: Iterable[nn.Parameter]) -> Sources:
+    """What parameters of a module have in system memory, before it is moved. It is not freed while this is held."""
+    here = (p for p in parameters if p.device.type == "cpu" and is_plain(p) and p.numel())
     with torch.no_grad():
         return [(p, live_tensor(p)) for p in here]
 
 
-def move_to_gpu(module: nn.Module, device: torch.device) -> None:
-    """Move the parameters of a module from system memory, as `module.to(device)` does, but faster; see `Staging`. All
-    of them, or none if it fails."""
+def move_to_gpu(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Move the parameters of a module that are in system memory, as `module.to(device)` does, but faster; see
+    `Staging`. All of them, or none if it fails."""
     moved: Sources = []
     with _readable():
         with Staging() as copy:
-            for parameter, source in sources_of(module):
+            for parameter, source in sources_of(parameters):
                 there = torch.empty_like(source, device=device)
                 copy(there, source)
                 moved.append((parameter, there))

@@ -161,6 +161,9 @@ class HostOrder:
     def check_format(self, weight: Weight, now: torch.Tensor, root: nn.Module) -> None:
         """Raise `WeightsChanged` if the host gave the parameter of a weight another memory format: contiguous or
         channels-last. The results of the original forward have other strides then."""
+        if weight.tensor.dim() < 4 and now.dim() < 4:
+            # it has none, see `is_channels_last`
+            return
         was, new = self._layouts.strides_of(weight.tensor), self._layouts.strides_of(now, [weight.path])
         before = is_channels_last(weight.tensor.shape, was or weight.tensor.stride())
         if before != is_channels_last(now.shape, new or now.stride()):

@@ -57,16 +57,18 @@ class OriginalLayouts:
         """The original strides of the tensor of these paths. None if the arena did not change them."""
         if not is_plain(tensor):
             return None
-        layout = _layout(tensor)
         memory = self._memory.get(memory_of(tensor))
         if memory is not None:
             # strides that the arena did not set are the host's choice
-            return memory[1].get((tensor.storage_offset(), layout), tensor.stride())
+            return memory[1].get((tensor.storage_offset(), _layout(tensor)), tensor.stride())
         # strides propagate to what is computed from a tensor: its new data, or a tensor that replaces it
-        _, moved, original = self._moved.get(id(tensor), (None, None, None))
-        if moved == layout:
-            return original
+        moved = self._moved.get(id(tensor))
         laid = [self._paths[path] for path in paths if path in self._paths]
+        if moved is None and not laid:
+            return None
+        layout = _layout(tensor)
+        if moved is not None and moved[1] == layout:
+            return moved[2]
         return next((original for given, original in laid if given == layout), None)
 
     def choose(self, tensor: torch.Tensor, paths: Iterable[str]) -> None:

@@ -30,7 +30,7 @@ from sfast_ext.weights.original_layout import live_tensor, set_data
 from sfast_ext.weights.staging import Staging, to_system_memory
 from sfast_ext.weights.streamed import Streamed
 from sfast_ext.weights.tracked import TrackedWeights
-from sfast_ext.weights.vacancy import vacancies
+from sfast_ext.weights.vacancy import vacancies, vacate
 from sfast_ext.weights.weight import Weight, WeightsAway, WeightSlot
 
 AUDITED_BYTES = 32 << 20
@@ -93,8 +93,8 @@ class Resident:
         known = [*tracked.known(), *tracked.packs.all()]
         live = [w for w in (*weights, *parts) if id(w) not in tracked.vacant]
         given, _ = vacancies(live, known, tracked.layouts)
+        vacate(given)
         for vacancy in given:
-            vacancy.vacate()
             tracked.vacant.update((id(member.weight), vacancy) for member in vacancy.members)
         tracked.reset_detector()
         tracked.forget(tracked.vacant)

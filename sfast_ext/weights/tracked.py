@@ -104,7 +104,7 @@ class TrackedWeights:
 
     def forget(self, weights: Container[int]) -> None:
         """Let no detector hold what is in the slots of these weights, see `ChangeDetector.forget`."""
-        for detector in list(self._detectors):
+        for detector in list(self._detectors) if weights else ():
             detector.forget(weights)
 
     def known(self) -> list[Weight]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,33 +33,41 @@ class Vacancy:
     device: torch.device
     members: list[_Member] = field(default_factory=list)
 
-    def vacate(self) -> None:
-        """Free the block. Its tensors keep shape, dtype and device, as an expanded single NaN."""
-        with torch.inference_mode(False), torch.no_grad():
-            fill = math.nan if self.dtype.is_floating_point else 0
-            for member in self.members:
-                shape = member.weight.tensor.shape
-                nothing = torch.full((1,) * len(shape), fill, dtype=self.dtype, device=self.device)
-                member.weight.tensor.data = nothing.expand(shape)
-                member.weight.bound, member.weight.pointer = None, nothing.data_ptr()
+    def vacate(self, nothing: torch.Tensor) -> None:
+        """Free the block: its tensors are expansions of `nothing`, see `vacate`."""
+        for member in self.members:
+            member.weight.tensor.data = nothing.expand(member.weight.tensor.shape)
+            member.weight.bound, member.weight.pointer = None, nothing.data_ptr()
 
     def occupy(self, layouts: OriginalLayouts) -> None:
-        """Allocate the block again. Its values are not copied yet.
+        """Allocate the block again. Its values are not copied yet. Call it outside of inference mode.
 
         Raises:
             WeightsAway: the GPU is out of memory.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            try:
-                block = torch.empty(self.elements, dtype=self.dtype, device=self.device)
-            except torch.cuda.OutOfMemoryError as exc:
-                raise WeightsAway(reasons.NO_ROOM_FOR_WEIGHTS()) from exc
-            for member in self.members:
-                tensor = member.weight.tensor
-                tensor.data = block.as_strided(tensor.shape, member.strides, member.offset)
-                member.weight.pointer = tensor.data_ptr()
-                if member.original is not None:
-                    layouts.record_memory(tensor, member.original)
+        try:
+            block = torch.empty(self.elements, dtype=self.dtype, device=self.device)
+        except torch.cuda.OutOfMemoryError as exc:
+            raise WeightsAway(reasons.NO_ROOM_FOR_WEIGHTS()) from exc
+        for member in self.members:
+            tensor = member.weight.tensor
+            tensor.data = block.as_strided(tensor.shape, member.strides, member.offset)
+            member.weight.pointer = tensor.data_ptr()
+            if member.original is not None:
+                layouts.record_memory(tensor, member.original)
+
+
+def vacate(given: Sequence[Vacancy]) -> None:
+    """Free blocks. Their tensors keep shape, dtype and device, as expansions of a single NaN for each dtype and
+    device: a launch for each tensor would take as long as the rest."""
+    with torch.inference_mode(False), torch.no_grad():
+        # all that may fail comes first
+        nothing = {
+            (dtype, device): torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+            for dtype, device in {(block.dtype, block.device) for block in given}
+        }
+        for block in given:
+            block.vacate(nothing[block.dtype, block.device])
 
 
 def vacant_bytes(given: Iterable[Vacancy]) -> int:

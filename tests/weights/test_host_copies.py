@@ -37,8 +37,8 @@ class Moved:
         self.pointers = [p.data_ptr() for p in self.module.parameters()]
         self.strides = [p.stride() for p in self.module.parameters()]
         self.values = copy.deepcopy(self.module)
-        sources = sources_of(self.module)
-        move_to_gpu(self.module, GPU)
+        sources = sources_of(self.module.parameters())
+        move_to_gpu(self.module.parameters(), GPU)
         self.module.to(GPU)
         assert all(p.is_cuda for p in self.module.parameters())
         assert [p.stride() for p in self.module.parameters()] == self.strides
@@ -73,7 +73,7 @@ def test_a_move_that_fails_moves_nothing(monkeypatch, where):
         if where == "pieces":
             failing(monkeypatch, Staging, "_send")
         with pytest.raises(RuntimeError):
-            move_to_gpu(module, GPU)
+            move_to_gpu(module.parameters(), GPU)
         # half of it on the GPU might be without its values
         assert [p.data_ptr() for p in module.parameters()] == pointers and equal(module, before)
         gc.collect()
@@ -146,7 +146,7 @@ def test_memory_that_others_use_is_not_kept(card):
 
 
 def test_a_module_that_is_there_already_keeps_them(moved):
-    sources = sources_of(moved.module)
+    sources = sources_of(moved.module.parameters())
     assert sources == []
     moved.copies.keep(moved.module, sources)
     assert moved.leave() == 0
@@ -169,8 +169,8 @@ def test_inference_tensors(card):
     weight = moved.module[3].weight
     with torch.inference_mode():
         weight.data = weight.data.clone()
-        sources = sources_of(moved.module)
-        move_to_gpu(moved.module, GPU)
+        sources = sources_of(moved.module.parameters())
+        move_to_gpu(moved.module.parameters(), GPU)
         moved.copies.keep(moved.module, sources)
         assert weight.is_inference() and weight.is_cuda
         assert moved.leave() == 0

@@ -75,6 +75,78 @@ def test_copies_are_exact(card, dtype, layouts, size):
     assert bool(order) == (size < 1 << 20)
 
 
+def small_and_large(count: int = 300) -> list[torch.Tensor]:
+    """Many small tensors, most of one dtype, and some that are not small."""
+    dtypes = [torch.float32] * 9 + [torch.bool, torch.float16]
+    return [(torch.randn(400 if i % 50 == 49 else 1 + i % 6, 1) * 9).to(dtypes[i // 20 % 11]) for i in range(count)]
+
+
+@pytest.mark.parametrize("size", [1 << 14, 16 * 1024 + 40, 1 << 18])
+def test_small_tensors_come_together(card, monkeypatch, size):
+    together: list[int] = []
+    real = torch._foreach_copy_
+
+    def noted(targets, sources):
+        together.append(len(targets))
+        return real(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
+    monkeypatch.setattr(staging, "_RUN", 32)
+    buffers, sources = Buffers(size), small_and_large() * 5
+    there = [torch.full(source.shape, 1, dtype=source.dtype).to(GPU) for source in sources]
+    with buffers as copy:
+        for to, source in zip(there, sources):
+            copy(to, source)
+    assert all(torch.equal(to.to("cpu"), source) for to, source in zip(there, sources))
+    assert sum(together) > 0.9 * len(sources) > 9 * len(together)
+    # a buffer is used again
+    assert (buffers.log[-1][0] == "synchronize") == (size < 1 << 18)
+
+
+def test_what_was_sent_stays_until_it_has_arrived(card, monkeypatch):
+    places: list[tuple[int, int]] = []
+    real = staging._spread
+
+    def noted(run, filled):
+        places.append((filled.data_ptr(), filled.data_ptr() + filled.nbytes))
+        real(run, filled)
+
+    monkeypatch.setattr(staging, "_spread", noted)
+    buffers = Buffers(1 << 16)
+    with buffers as copy:
+        for _ in range(3):
+            copy(torch.zeros(7).to(GPU), torch.randn(7))
+            # of other strides: sent at once
+            copy(torch.zeros(2, 2, 2, 2).contiguous(memory_format=torch.channels_last).to(GPU), torch.randn(2, 2, 2, 2))
+    assert len(places) == 3 and not any(what == "record" for what, _ in buffers.log)
+    assert all(end <= begin for (_, end), (begin, _) in zip(sorted(places), sorted(places)[1:]))
+
+
+def test_small_tensors_come_one_by_one_without_memory_to_put_them_together(card, monkeypatch):
+    sources, empty = small_and_large(), torch.empty
+    there = [torch.zeros_like(source).to(GPU) for source in sources]
+
+    def refuse(*args, device=None, **options):
+        if device is not None:
+            raise torch.cuda.OutOfMemoryError
+        return empty(*args, **options)
+
+    with monkeypatch.context() as patch, Buffers(1 << 16) as copy:
+        patch.setattr(torch, "empty", refuse)
+        for to, source in zip(there, sources):
+            copy(to, source)
+    assert all(torch.equal(to.to("cpu"), source) for to, source in zip(there, sources))
+
+
+def test_what_is_delivered_is_there(card):
+    source, to, buffers = torch.randn(9), torch.zeros(9).to(GPU), Buffers(1 << 16)
+    with buffers as copy:
+        copy(to, source)
+        assert not to.any()
+        buffers.deliver(GPU)
+        assert torch.equal(to.to("cpu"), source)
+
+
 def test_a_source_without_gaps_that_is_not_known_is_copied_as_before(card):
     source = torch.randn(6, 4).t()
     assert not is_dense(source)

@@ -13,10 +13,11 @@ from pretended_card import GPU, Card, pretended_card
 from torch import nn
 
 from sfast_ext import Config, accelerate
+from sfast_ext.weights import staging
 from sfast_ext.weights.arena import WeightsAway
 from sfast_ext.weights.original_layout import OriginalLayouts
 from sfast_ext.weights.staging import Staging
-from sfast_ext.weights.vacancy import Vacancy, vacancies
+from sfast_ext.weights.vacancy import Vacancy, vacancies, vacate
 from sfast_ext.weights.weight import new_weight
 
 GRAPHS = Config(triton=False)
@@ -137,7 +138,9 @@ def test_plans_outlive_their_memory_and_graphs_are_captured_anew(card: Card, by:
         assert ours.stride() == theirs.stride() and torch.equal(ours, theirs), name
 
 
-def test_weights_are_fetched_without_a_second_copy(card: Card) -> None:
+def test_weights_are_fetched_without_a_second_copy(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    # of a real model, what is put together is a thousandth
+    monkeypatch.setattr(staging, "_RUN", 1 << 12)
     case = Case(card)
     for vacated in (False, True, False):
         case.to("cpu")
@@ -262,13 +265,29 @@ def test_release_and_move_to_while_the_memory_is_away(card: Card) -> None:
         assert ours.stride() == theirs.stride() and torch.equal(ours, theirs), name
 
 
+def test_tensors_without_memory_share_what_they_are_of() -> None:
+    made = [torch.ones(3, 4), torch.ones(5), torch.ones(2, 2, dtype=torch.int8), torch.ones(6)]
+    weights = [new_weight(str(i), tensor, []) for i, tensor in enumerate(made)]
+    blocks, _ = vacancies(weights, weights, OriginalLayouts())
+    vacate(blocks)
+    tensors = [weight.tensor for weight in weights]
+    assert len({weight.tensor.data_ptr() for weight in weights}) == 2
+    assert all(tensor.isnan().all() for tensor in tensors if tensor.is_floating_point()) and not tensors[2].any()
+    # each comes back by itself
+    for block in blocks:
+        block.occupy(OriginalLayouts())
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    assert [int(tensor.float().mean()) for tensor in tensors] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5)])
 def test_a_tensor_without_memory_keeps_its_shape(dtype, shape):
     tensor = torch.zeros(shape).to(dtype)
     weight = new_weight("scale", tensor, [])
     ((block,), _) = vacancies([weight], [weight], OriginalLayouts())
-    for step in (block.vacate, lambda: block.occupy(OriginalLayouts())):
+    for step in (lambda: vacate([block]), lambda: block.occupy(OriginalLayouts())):
         step()
         assert weight.tensor.shape == shape and weight.tensor.dtype == dtype
         assert weight.tensor.data_ptr() == weight.pointer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class A1111Memory:
         self._attachment, self._unet_of, self._report = attachment, unet_of, report
         self._rare = rare
         self._vaes = VaeMemory(self._make_room)
-        self._moves = Moves(attachment.within, self._make_room, report, "the WebUI", self._rare_within)
+        self._moves = Moves(attachment.among, self._make_room, report, "the WebUI", self._rare_among)
 
     def install(self, host: Installation) -> None:
         """Wrap functions of the WebUI."""
@@ -110,8 +110,8 @@ class A1111Memory:
                     self._guarded(functools.partial(rare.suspend, part))
         return result
 
-    def _rare_within(self, module: nn.Module) -> list[Accelerator]:
-        return [each for rare in self._rare for each in rare.within(module)]
+    def _rare_among(self, modules: Container[int]) -> list[Accelerator]:
+        return [each for rare in self._rare for each in rare.among(modules)]
 
     def _upscale(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._make_room(gpu_room.IDLE_RESERVE)

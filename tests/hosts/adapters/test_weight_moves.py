@@ -7,7 +7,7 @@ import torch
 from pretended_card import GPU, pretended_card
 from torch import nn
 
-from sfast_ext.hosts import system_memory
+from sfast_ext.hosts import quick_to, system_memory
 from sfast_ext.hosts.attachment import wraps_torchs
 from sfast_ext.hosts.moves import Moves, WeightMoves
 from sfast_ext.report import Report
@@ -106,6 +106,25 @@ def test_other_modules_of_the_class_are_the_host_s(monkeypatch):
             assert module.to(GPU) is module and all(p.is_cuda for p in module.parameters())
         assert followed in moves.copies._copies and other not in moves.copies._copies
         moves.release()
+
+
+def test_torch_looks_at_no_parameter_if_all_are_there(monkeypatch):
+    moves = Moves(lambda module: [], lambda needed: None, Report(), "the host")
+    asked = []
+
+    def to(original, *args):
+        asked.append(original)
+        return real(original, *args)
+
+    real = quick_to.to
+    monkeypatch.setattr(quick_to, "to", to)
+    with pretended_card(monkeypatch, 8 * SIZE):
+        moves.watch([followed := model()])
+        for place in (GPU, "cpu"):
+            followed.to(place)
+            assert {p.device.type for p in followed.parameters()} == {torch.device(place).type}
+        moves.release()
+    assert asked == [nn.Module.to] * 2
 
 
 def test_only_what_wraps_torch_s_own_is_vouched_for():
