@@ -4,9 +4,6 @@ A tensor is read as 64-bit words, in rows of a prime number of words; the digest
 and the words of the last, incomplete row. What changes a weight (a LoRA, a merge, another checkpoint) changes the sums.
 As no row or column of a weight is a multiple of that prime long, its elements fall into other columns when it is
 permuted. A tensor of less than two rows is its own digest.
-
-`Digests` takes a tensor of up to `OWN_ROWS` as its own: of a thousand vectors those are one copy, while sums take two
-launches for each.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import torch
 from sfast_ext.weights.staging import in_memory_order, is_dense
 
 COLUMNS = 127
-OWN_ROWS = 16
 _MAX_THREADS, _ALONE_BYTES = 6, 8 << 20
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -32,34 +28,23 @@ class Digests:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        pieces = [_pieces(tensor) for tensor in tensors]
-        self._forms = list(map(_form, pieces))
-        # by the dtype of words: tensors, by their numbers, the lengths of their pieces, and these
-        self._words: dict[torch.dtype, tuple[list[int], list[int], torch.Tensor]] = {}
-        for dtype in {piece.dtype for each in pieces for piece in each}:
-            found = [(number, piece) for number, each in enumerate(pieces) for piece in each if piece.dtype == dtype]
-            numbers, lengths = [number for number, _ in found], [piece.numel() for _, piece in found]
-            self._words[dtype] = numbers, lengths, torch.cat([piece for _, piece in found])
+        parts = [_parts(tensor) for tensor in tensors]
+        self._lengths = [sum(map(len, each)) for each in parts]
+        self._values = torch.cat([part for each in parts for part in each])
 
     def unchanged(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
         """For each tensor whether it still has its digest; false if it is None. Waits for the device."""
-        pieces = [[] if tensor is None else _pieces(tensor) for tensor in tensors]
+        before = self._values.split(self._lengths)
+        parts = [None if tensor is None else _parts(tensor) for tensor in tensors]
         # what begins elsewhere in its memory may be read in narrower words
-        same = [
-            tensor is not None and _form(now) == form for tensor, now, form in zip(tensors, pieces, self._forms)
+        there = [now is not None and sum(map(len, now)) == length for now, length in zip(parts, self._lengths)]
+        values = [
+            part for now, was, is_there in zip(parts, before, there) for part in (now if now and is_there else [was])
         ]
-        for dtype, (numbers, lengths, before) in self._words.items():
-            left = {number: iter(pieces[number]) for number in numbers if same[number]}
-            words = [
-                next(piece for piece in left[number] if piece.dtype == dtype) if number in left else was
-                for number, was in zip(numbers, before.split(lengths))
-            ]
-            differing = (torch.cat(words) != before).cumsum(0)
-            ends = torch.tensor(lengths).cumsum(0) - 1
-            until = [0, *differing[ends.to(differing.device)].tolist()]
-            for number, a, b in zip(numbers, until, until[1:]):
-                same[number] = same[number] and a == b
-        return same
+        differing = (torch.cat(values) != self._values).cumsum(0)
+        ends = torch.tensor(self._lengths).cumsum(0) - 1
+        until = [0, *differing[ends.to(differing.device)].tolist()]
+        return [is_there and a == b for is_there, a, b in zip(there, until, until[1:])]
 
 
 def digest_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,27 +100,9 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [sums, words[whole:].to(torch.int64)]
 
 
-_Form = list[tuple[torch.dtype, int]]
-
-
-def _form(pieces: Sequence[torch.Tensor]) -> _Form:
-    return [(piece.dtype, piece.numel()) for piece in pieces]
-
-
-def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What `Digests` has of a tensor, of which none is empty."""
-    words = _words(tensor)
-    rows = words.numel() // COLUMNS
-    if rows < OWN_ROWS:
-        return [words] if words.numel() else []
-    whole = rows * COLUMNS
-    sums = words[:whole].view(rows, COLUMNS).sum(0, dtype=torch.int64)
-    return [sums, words[whole:]] if whole < words.numel() else [sums]
-
-
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's memory as integers, as wide as its size and place allow."""
-    size = tensor.element_size()
-    narrowest = size * (tensor.numel() | tensor.storage_offset())
-    dtype = next(dtype for dtype in _WORDS if not narrowest % dtype.itemsize)
-    return (tensor if tensor.dim() == 1 else in_memory_order(tensor)).view(dtype)
+    flat = in_memory_order(tensor)
+    size, begin = tensor.element_size() * len(flat), tensor.element_size() * flat.storage_offset()
+    dtype = next(dtype for dtype in _WORDS if size % dtype.itemsize == 0 and begin % dtype.itemsize == 0)
+    return flat.view(dtype)

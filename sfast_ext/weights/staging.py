@@ -6,9 +6,6 @@ that of "How to Optimize Data Transfers in CUDA C/C++" (NVIDIA's developer blog,
 
 The threads are not torch's: those of OpenMP wait for each other after each tensor, and where other work has the cores,
 that takes a turn of the scheduler for each of a UNet's 700 weights.
-
-Of a UNet's 1,700 parameters a thousand are vectors. Such are put next to each other, come in one copy, and are put in
-their places there.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +23,6 @@ BUFFER_BYTES = 32 << 20
 _ALIGNED = 64  # where a tensor begins in a buffer, in bytes
 _MIN_THREADS, _MAX_THREADS = 2, 6  # with one, the driver is faster; more than six gain little
 _TASK_BYTES = 1 << 20  # what a thread takes at a time, or a single tensor
-_SMALL, _RUN = 512, 8  # a tensor of less than this part of a buffer is small; small ones are put together up to that
 
 
 Copy = Callable[[torch.Tensor, torch.Tensor], object]
@@ -42,17 +37,6 @@ class Event(Protocol):
 
     def synchronize(self) -> object:
         """Wait until the stream has come there; not at all if it was never recorded."""
-
-
-@dataclass
-class _Run:
-    """Small tensors of one dtype, that lie next to each other in a buffer, how many bytes they are, and where they
-    go."""
-
-    dtype: torch.dtype
-    size: int = 0
-    targets: list[torch.Tensor] = field(default_factory=list)
-    sources: list[torch.Tensor] = field(default_factory=list)
 
 
 class Staging:
@@ -72,11 +56,8 @@ class Staging:
     def __init__(self, size: int = BUFFER_BYTES) -> None:
         self._size = size
         self._buffers: list[tuple[torch.Tensor, Event]] | None = None
-        self._used = 0  # bytes of the first buffer; small tensors come behind `_limit`, and others lie behind `_top`
-        self._limit = self._top = size
+        self._used = 0  # bytes of the first buffer
         self._pieces: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # target, place in the buffer, source
-        self._runs: list[_Run] = []
-        self._open: dict[torch.dtype, _Run] = {}  # those that may grow
         self._pool: ThreadPoolExecutor | None = None
         self._helpers = 0
 
@@ -89,14 +70,12 @@ class Staging:
                 self._send()
         finally:
             self._pieces.clear()
-            self._runs.clear()
-            self._open.clear()
             if self._pool is not None:
                 self._pool.shutdown()
 
     def deliver(self, device: torch.device) -> None:
         """What was copied is complete, in the order of the device's stream, before the end of the `with` block."""
-        if self._pieces or self._runs:
+        if self._pieces:
             self._next(device)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -108,10 +87,7 @@ class Staging:
         source = live_tensor(source)
         same = to.stride() == source.stride()
         there = to if same else torch.empty_strided(source.shape, source.stride(), dtype=to.dtype, device=to.device)
-        if source.nbytes < self._size // _SMALL:
-            self._put_together(there, source)
-        else:
-            self._stage(in_memory_order(there).view(torch.uint8), in_memory_order(source).view(torch.uint8))
+        self._stage(in_memory_order(there).view(torch.uint8), in_memory_order(source).view(torch.uint8))
         if not same:
             self._send()
             to.copy_(there)
@@ -137,49 +113,17 @@ class Staging:
         assert self._buffers is not None
         done, size = 0, source.numel()
         while done < size:
-            if self._used >= self._limit:
+            if self._used >= self._size:
                 self._next(to.device)
             buffer, _ = self._buffers[0]
-            n = min(self._limit - self._used, size - done)
+            n = min(self._size - self._used, size - done)
             filled = buffer[self._used : self._used + n]
             self._pieces.append((to[done : done + n], filled, source[done : done + n]))
             done += n
-            self._used += _aligned(n)
-
-    def _put_together(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Stage a small tensor, next to others of its dtype."""
-        size = source.nbytes
-        if self._used + size + _ALIGNED > self._limit:
-            self._next(to.device)
-        run = self._open.get(source.dtype)
-        if run is None or run.size + size > self._size // _RUN:
-            run = self._open[source.dtype] = _Run(source.dtype)
-            self._runs.append(run)
-            self._limit -= _ALIGNED
-        run.targets.append(to if to.dim() == 1 else in_memory_order(to))
-        run.sources.append(source if source.dim() == 1 else in_memory_order(source))
-        run.size += size
-        self._limit -= size
-
-    def _filled(self) -> list[tuple[_Run, torch.Tensor]]:
-        """Each run, with the part of the first buffer that has it from now on."""
-        found = []
-        begin = self._limit
-        for run in self._runs:
-            assert self._buffers is not None
-            begin = _aligned(begin)
-            place = self._buffers[0][0][begin : begin + run.size].view(run.dtype)
-            found.append((run, torch.cat(run.sources, out=place)))
-            begin += run.size
-        assert begin <= self._top
-        self._top = self._limit
-        self._runs.clear()
-        self._open.clear()
-        return found
+            self._used += -(-n // _ALIGNED) * _ALIGNED
 
     def _send(self) -> None:
         """Fill the first buffer with what was staged, and copy it to the GPU."""
-        runs = self._filled()
         if self._pieces:
             assert self._pool is not None
             # each thread takes what is next until nothing is left: few wake-ups, and none waits for a slow one's share
@@ -187,8 +131,6 @@ class Staging:
             for to, filled, _ in self._pieces:
                 to.copy_(filled, non_blocking=True)
             self._pieces.clear()
-        for run, filled in runs:
-            _spread(run, filled)
 
     def _next(self, device: torch.device) -> None:
         """Go on with the other buffer, once what was copied from it has arrived."""
@@ -198,26 +140,7 @@ class Staging:
         self._buffers[0][1].record(self._stream(device))
         self._buffers.reverse()
         self._buffers[0][1].synchronize()
-        self._used, self._limit, self._top = 0, self._size, self._size
-
-
-def _spread(run: _Run, filled: torch.Tensor) -> None:
-    """Copy a run to the GPU, and from there to its places."""
-    lengths = [source.numel() for source in run.sources]
-    try:
-        arrived = torch.empty(filled.shape, dtype=run.dtype, device=run.targets[0].device)
-    except torch.cuda.OutOfMemoryError:
-        # one by one they need no other memory
-        for to, part in zip(run.targets, filled.split(lengths)):
-            to.copy_(part, non_blocking=True)
-        return
-    arrived.copy_(filled, non_blocking=True)
-    torch._foreach_copy_(run.targets, arrived.split(lengths))
-
-
-def _aligned(size: int) -> int:
-    """So many bytes, up to where the next tensor may begin."""
-    return -(-size // _ALIGNED) * _ALIGNED
+        self._used = 0
 
 
 def _threads() -> int:
@@ -307,7 +230,7 @@ def _through(
                 place = buffer[used : used + len(to)]
                 place.copy_(source, non_blocking=True)
                 filled.append((to.numpy(), place.numpy()))
-                used += _aligned(len(to))
+                used += -(-len(to) // _ALIGNED) * _ALIGNED
             arrived = mark()
             # the other buffer, while this one is filled
             _share(pool, threads - 1, emptied)
@@ -334,7 +257,7 @@ def _groups(pairs: Iterable[_Pair], size: int) -> Iterator[list[_Pair]]:
                 continue
             group.append((to[done : done + n], source[done : done + n]))
             done += n
-            used += _aligned(n)
+            used += -(-n // _ALIGNED) * _ALIGNED
     if group:
         yield group
 

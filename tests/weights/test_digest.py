@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from sfast_ext.weights import digest
-from sfast_ext.weights.digest import COLUMNS, OWN_ROWS, Digests
+from sfast_ext.weights.digest import COLUMNS, Digests
 
 ROW = COLUMNS * 8 // 2
 """Elements of a row in half precision."""
 
-SUMMED = OWN_ROWS * ROW
-SIZES = [1, 2, 3, 4, 5, 7, 8, ROW - 1, ROW, ROW + 1, 2 * ROW + 3, SUMMED - 1, SUMMED, SUMMED + 4, SUMMED + 5, 40_000]
+SIZES = [1, 2, 3, 4, 5, 7, 8, ROW - 1, ROW, ROW + 1, 2 * ROW, 2 * ROW + 3, 5 * ROW + 4, 40_000]
 
 
 def weights() -> list[torch.Tensor]:
@@ -58,22 +57,6 @@ def test_one_bit_of_one_element_is_seen(number, where):
 )
 def test_changes_of_the_whole_are_seen(change):
     assert changed(weights(), len(SIZES) - 1, change)[-1] is False
-
-
-def test_tensors_of_all_kinds_of_words():
-    torch.manual_seed(0)
-    sizes = [1, 3, 4, 100, 40 * COLUMNS, 40 * COLUMNS + 3, 0]
-    tensors = [torch.randint(0, 99, (size,)).to(dtype) for dtype in (torch.uint8, torch.int16, torch.int64)
-               for size in sizes]  # fmt: skip
-    before = Digests(tensors)
-    for number, tensor in enumerate(tensors):
-        if len(tensor):
-            tensor[len(tensor) // 2] += 1
-            assert before.unchanged(tensors) == [i != number for i in range(len(tensors))]
-            some = [None if i == number else each for i, each in enumerate(tensors)]
-            assert before.unchanged(some) == [i != number for i in range(len(tensors))]
-            tensor[len(tensor) // 2] -= 1
-    assert all(before.unchanged(tensors))
 
 
 def test_zero_is_told_from_negative_zero():

@@ -13,7 +13,6 @@ from pretended_card import GPU, Card, pretended_card
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.weights import staging
 from sfast_ext.weights.arena import WeightsAway
 from sfast_ext.weights.original_layout import OriginalLayouts
 from sfast_ext.weights.staging import Staging
@@ -138,9 +137,7 @@ def test_plans_outlive_their_memory_and_graphs_are_captured_anew(card: Card, by:
         assert ours.stride() == theirs.stride() and torch.equal(ours, theirs), name
 
 
-def test_weights_are_fetched_without_a_second_copy(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    # of a real model, what is put together is a thousandth
-    monkeypatch.setattr(staging, "_RUN", 1 << 12)
+def test_weights_are_fetched_without_a_second_copy(card: Card) -> None:
     case = Case(card)
     for vacated in (False, True, False):
         case.to("cpu")
