@@ -183,7 +183,7 @@ class Plan:
                     self.recapture.recorded(1000 * (before - launched))
                 self.recapture.without_ms = 1000 * ended
         except Exception as exc:  # the plan is right without
-            self._recorded = False
+            self._recorded = bool(self._recorded)
             report.event("launches", f"they are not repeated: {type(exc).__name__}: {exc}")
 
     def recaptures_at_once(self) -> bool:

@@ -53,16 +53,19 @@ class Recapture:
     stays: deque[int] = field(default_factory=lambda: deque(maxlen=STAYS))
     """Runs of the plan in each."""
     captures: int = 0
+    _expected: bool = False
+    """Whether the price is what a capture is expected to take: none was timed since."""
 
     def captured(self, milliseconds: float) -> None:
         """A graph was captured in this time."""
-        before = self.capture.price
+        before = 0.0 if self._expected else self.capture.price
+        self._expected = False
         self.capture.restart(min(before, milliseconds) if before else milliseconds)
         self.captures += 1
 
     def recorded(self, saved_ms: float) -> None:
         """The CPU launches a run in so much less time from now on."""
-        self.capture.price = max(0.0, self.capture.price - saved_ms)
+        self.capture.price, self._expected = max(0.0, self.capture.price - saved_ms), True
 
     @property
     def recurs(self) -> bool:

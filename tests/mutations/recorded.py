@@ -84,6 +84,19 @@ MUTATIONS = [
         ("plans/test_payback.py::test_captures_recur_once_a_recording_would_have_paid",),
     ),
     Mutation(
+        "a price that no capture had", "plans/recapture.py",
+        "0.0 if self._expected else self.capture.price", "self.capture.price",
+        (
+            "plans/test_payback.py::"
+            "test_what_a_recording_is_expected_to_save_is_forgotten_once_a_capture_was_timed",
+        ),
+    ),
+    Mutation(
+        "the GPU of a recording that was not timed", "plans/plan.py",
+        "self._recorded = bool(self._recorded)", "self._recorded = False",
+        (_PLAN + "test_a_recording_that_is_made_is_used_as_one_whatever_happens_next",),
+    ),
+    Mutation(
         "the price of a capture from a recording", "plans/recapture.py",
         "self.capture.price - saved_ms", "self.capture.price",
         ("plans/test_payback.py::test_a_recording_lowers_the_price_of_a_capture",),

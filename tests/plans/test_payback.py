@@ -109,6 +109,18 @@ def test_a_recording_lowers_the_price_of_a_capture():
         assert recapture.capture.price == price
 
 
+@pytest.mark.parametrize(("before", "saved"), [(None, -0.3), (300.0, 290.0), (300.0, -50.0)])
+def test_what_a_recording_is_expected_to_save_is_forgotten_once_a_capture_was_timed(before, saved):
+    recapture = Recapture()
+    if before is not None:
+        recapture.captured(before)
+    recapture.recorded(saved)
+    recapture.captured(200.0)
+    assert recapture.capture.price == 200.0
+    recapture.captured(250.0)
+    assert recapture.capture.price == 200.0
+
+
 def test_captures_recur_once_a_recording_would_have_paid():
     recapture = Recapture()
     for n in range(RECORDING + 2):

@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks import vaes
 from sfast_ext import Config, accelerate
-from sfast_ext.kernels.backend import graph_memory
+from sfast_ext.kernels.backend import graph_memory, nvrtc
 from sfast_ext.plans import plan, recapture, register_machine
 from sfast_ext.plans.graph_pool import GraphPool, NoGraph
 from sfast_ext.plans.recapture import Recapture
@@ -95,6 +95,30 @@ def test_a_run_that_cannot_be_repeated_is_said_and_goes_on(monkeypatch: pytest.M
     pair.same(3)
     assert only_plan(pair)._recorded is False and pair.counter("eager_runs") == 2
     assert "they are not repeated: CannotRepeat: a tensor comes from elsewhere" in pair.words()
+    pair.release()
+
+
+def test_a_recording_that_is_made_is_used_as_one_whatever_happens_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch)
+    times = iter([(1.0, 1.0)])
+
+    def clocked(*_: Any) -> tuple[float, float]:
+        for each in times:
+            return each
+        raise torch.cuda.OutOfMemoryError("while it was timed")
+
+    monkeypatch.setattr(plan, "clocked", clocked)
+    pair = Pair(config=WITHOUT)
+    pair.same(1)
+    made = only_plan(pair)
+    assert "they are not repeated: OutOfMemoryError: while it was timed" in pair.words()
+    events: list[str] = []
+    real = RecordedRun.__call__
+    monkeypatch.setattr(RecordedRun, "__call__", lambda self, *inputs: (events.append("run"), real(self, *inputs))[1])
+    # launches need the plan's GPU as the current one
+    monkeypatch.setattr(nvrtc, "bind", lambda index: events.append("bind"))
+    pair.plan_runs_again(2)
+    assert events == ["bind", "run"] * 2 and made._recorded is True
     pair.release()
 
 
