@@ -33,7 +33,7 @@ def angles(form: str, shape: tuple[int, ...], device: torch.device, batch: int |
     return [randn(*rows, shape[3], dtype=torch.float32, device=device, std=9.0).cos() for _ in range(2)]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("shape", "form", "dtype", rounds=2)
 @each_dtype
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
