@@ -137,7 +137,7 @@ def _elsewhere(item: pytest.Item) -> str | None:
         return None
     case, counts = place_of(item)
     if item.get_closest_marker("gpu") is None and case not in pairs.places(counts, **together(thinned, item)):
-        return "have parameters of which each pair was run in another case: SFAST_ALL_CASES=1"
+        return "have parameters whose values, or pairs of them, run in other cases: SFAST_ALL_CASES=1"
     return None
 
 
