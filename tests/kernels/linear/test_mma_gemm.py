@@ -92,7 +92,7 @@ def operands(shape, dtype, device, with_bias: bool, tile: mma_tiles.Tile):
     return x, weight, randn(columns, dtype=dtype, device=device) if with_bias else None
 
 
-@pytest.mark.thinned("tile", "dtype", turn=1)
+@pytest.mark.thinned("tile", "dtype", "shape", turn=1)
 @each_tile(WIDE + NARROW)
 @each_kind
 @pytest.mark.parametrize("shape", SHAPES[::2], ids=str)
@@ -131,7 +131,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.thinned("tile", "dtype", turn=2)
+@pytest.mark.thinned("tile", "dtype", "sizes", turn=2)
 @each_tile(WIDE + NARROW)
 @each_kind
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
