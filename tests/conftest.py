@@ -132,12 +132,26 @@ def _elsewhere(item: pytest.Item) -> str | None:
         return "need an NVIDIA GPU and TRITON_INTERPRET unset: pytest -m gpu"
     if item.get_closest_marker("interpreter") is not None and not kernels.interpreted():
         return "run in Triton's interpreter: TRITON_INTERPRET=1 pytest -m interpreter tests/kernels"
-    if item.get_closest_marker("thinned") is None or os.environ.get("SFAST_ALL_CASES"):
+    thinned = item.get_closest_marker("thinned")
+    if thinned is None or os.environ.get("SFAST_ALL_CASES"):
         return None
     case, counts = place_of(item)
-    if item.get_closest_marker("gpu") is None and case not in pairs.places(counts):
-        return "have parameters of which each pair was run in another case: SFAST_ALL_CASES=1"
+    if item.get_closest_marker("gpu") is None and case not in pairs.places(counts, **together(thinned, item)):
+        return "have parameters whose values, or pairs of them, run in other cases: SFAST_ALL_CASES=1"
     return None
+
+
+def together(thinned: pytest.Mark, test: Any) -> dict[str, Any]:
+    """What `pairs.places` is given by `thinned("one", "other", turn=1)`, whose parameters are named by their first."""
+    marks = test.iter_markers("parametrize") if hasattr(test, "iter_markers") else test.pytestmark
+    first = [names_of(mark)[0] for mark in marks if mark.name == "parametrize"]
+    return {"together": tuple(map(first.index, thinned.args)), **thinned.kwargs}
+
+
+def names_of(mark: pytest.Mark) -> list[str]:
+    """The parameters of a `parametrize`."""
+    names = mark.args[0]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
 
 def place_of(item: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -145,8 +159,7 @@ def place_of(item: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     `callspec.indices` of pytest 8 and later has the place of the whole case in their stead."""
     place, counts, given = [], [], item.callspec.params
     for mark in item.iter_markers("parametrize"):
-        names, values = mark.args[:2]
-        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        names, values = names_of(mark), mark.args[1]
         # what pytest.param made has marks
         cases = [each.values if hasattr(each, "marks") else each if len(names) > 1 else (each,) for each in values]
         same = (all(given[n] is part or given[n] == part for n, part in zip(names, parts)) for parts in cases)

@@ -11,9 +11,20 @@ from typing import Any
 
 
 @functools.lru_cache(maxsize=None)
-def places(counts: tuple[int, ...]) -> frozenset[tuple[int, ...]]:
-    """Of parameters with so many values each: which cases are chosen, as the places of their values."""
-    return frozenset(_chosen(list(itertools.product(*map(range, counts)))))
+def places(
+    counts: tuple[int, ...], together: tuple[int, ...] = (), turn: int = 0, rounds: int = 1
+) -> frozenset[tuple[int, ...]]:
+    """Of parameters with so many values each: which cases are chosen, as the places of their values. Parameters that
+    go `together` are one, whose values are theirs side by side, as often as the longest is gone through in `rounds`.
+    At another `turn` others are side by side."""
+    cases = itertools.product(*map(range, counts))
+    if not together:
+        return frozenset(_chosen(list(cases)))
+    beside = {
+        tuple((step + turn * number) % counts[i] for number, i in enumerate(together))
+        for step in range(rounds * max(counts[i] for i in together))
+    }
+    return frozenset(_chosen([case for case in cases if tuple(case[i] for i in together) in beside]))
 
 
 def covering(*values: Sequence[Any], when: Callable[..., bool] = lambda *case: True) -> list[tuple[Any, ...]]:
@@ -26,6 +37,11 @@ def covering(*values: Sequence[Any], when: Callable[..., bool] = lambda *case: T
 def one_of(number: int, *cases: Any) -> list[Any]:
     """One case for a test that takes long, if tests next to it have the others; with SFAST_ALL_CASES all."""
     return list(cases) if os.environ.get("SFAST_ALL_CASES") else [cases[number % len(cases)]]
+
+
+def every(step: int, *cases: Any) -> list[Any]:
+    """Each so manieth of the cases of a test that takes long, from the first on; with SFAST_ALL_CASES all."""
+    return list(cases) if os.environ.get("SFAST_ALL_CASES") else list(cases[::step])
 
 
 def _chosen(cases: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

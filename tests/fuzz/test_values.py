@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 import logging
+import os
 import random
 
 import hypothesis
@@ -33,6 +34,8 @@ SETTINGS = hypothesis.settings(
     suppress_health_check=list(hypothesis.HealthCheck),
 )  # fmt: skip
 MINE = {**value_events.EVENTS, **keeper_events.EVENTS, **state_events.EVENTS}
+# places of values, and models with events of all kinds: `make soak` plays more
+RANDOM, EXAMPLES = (25, 2) if os.environ.get("SFAST_ALL_CASES") else (8, 1)
 BESIDE = {machine.another_call: 2, machine.request_again: 2, machine.mode: 2, machine.calm: 3, machine.released: 1}
 
 
@@ -253,7 +256,7 @@ def test_a_wrapper_that_lay_on_the_forward_before(kind, around, by_argument):
 
 def test_values_at_random_places():
     @hypothesis.seed(0)
-    @hypothesis.settings(SETTINGS, max_examples=25)
+    @hypothesis.settings(SETTINGS, max_examples=RANDOM)
     @hypothesis.given(
         seed=strategies.integers(0, 2**32),
         where=strategies.sampled_from([(place, home) for place in PLACES for home in sorted(set(homes(place)))]),
@@ -290,7 +293,7 @@ def test_all_of_it_at_random():
 
     hypothesis.seed(1)(Machine)
     # a failure names the command that plays it again; to make it short takes minutes
-    settings = hypothesis.settings(SETTINGS, max_examples=2, stateful_step_count=25, phases=(Phase.generate,))
+    settings = hypothesis.settings(SETTINGS, max_examples=EXAMPLES, stateful_step_count=25, phases=(Phase.generate,))
     run_state_machine_as_test(Machine, settings=settings)
 
 

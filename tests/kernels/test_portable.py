@@ -56,6 +56,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 ROWS = [(63, 30), (3, 7, 320), (5, 1000), (2, 3, 1280), (77,)]
 
 
+@pytest.mark.thinned("shape", "dtype")
 @each_dtype
 @pytest.mark.parametrize("shape", ROWS, ids=str)
 def test_layer_norm(launched, dtype, shape):
@@ -68,7 +69,7 @@ def test_layer_norm(launched, dtype, shape):
     assert launched == ["layer_norm"] * 3
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("shape", "vectors", "dtype", turn=1, rounds=2)
 @each_dtype
 @pytest.mark.parametrize("shape", [(63, 30), (3, 7, 320), (2, 1280)], ids=str)
 @pytest.mark.parametrize("vectors", [(), ("shift",), ("shift", "post_bias")], ids=str)
@@ -96,6 +97,7 @@ def test_geglu(launched, dtype, approximate, shape):
     assert launched == ["geglu"] * 2
 
 
+@pytest.mark.thinned("shape", "dtype")
 @each_dtype
 @pytest.mark.parametrize("shape", [(2, 30, 5, 7), (1, 1, 1, 1), (2, 320, 3, 5), (3, 64, 9, 4)], ids=str)
 def test_bias_add(launched, dtype, shape):
@@ -108,6 +110,7 @@ def test_bias_add(launched, dtype, shape):
     assert launched == ["bias_add"] * 3
 
 
+@pytest.mark.thinned("shape", "dtype", turn=1)
 @each_dtype
 @pytest.mark.parametrize(
     ("shape", "size"), [((2, 30, 5, 7), (10, 14)), ((1, 8, 7, 4), (3, 9)), ((3, 320, 3, 2), (5, 3))], ids=str
@@ -133,6 +136,7 @@ def test_pixels_that_are_equally_near_are_chosen_as_torch_does(launched):
 CUTS = [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
+@pytest.mark.thinned("sizes", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [(2, 128, 128, 5, 7), (1, 136, 130, 3, 9), (3, 128, 131, 1, 1)], ids=str)
 def test_upsample_conv2d(launched, dtype, sizes, no_tf32):
@@ -170,6 +174,7 @@ def test_an_upsampled_image_that_is_not_the_kernels_takes_two_operations(launche
     assert launched == ["upsample"]
 
 
+@pytest.mark.thinned("sizes", "dtype")
 @each_dtype
 @pytest.mark.parametrize(
     "sizes",
@@ -249,7 +254,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return cuda_on_cpu.group_norms_in(request.param, monkeypatch)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("shape", "dtype")
 @each_way
 @pytest.mark.parametrize(("dtype", "silu"), [(torch.float32, False), *((each, True) for each in DTYPES)], ids=str)
 @pytest.mark.parametrize(("shape", "groups"), IMAGES, ids=str)
@@ -295,7 +300,7 @@ def test_more_parts_than_a_normalising_block_reads(launched, launches, monkeypat
     assert launched == 2 * launches
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("operands", "dtype")
 @each_way
 @each_dtype
 @pytest.mark.parametrize("operands", ["", "bias", "residual", "bias residual"])
@@ -313,7 +318,7 @@ def test_add_group_norm(launched, launches, dtype, operands, shape):
     assert launched == launches
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("first", "dtype")
 @each_way
 @each_dtype
 @pytest.mark.parametrize("operands", ["", "bias residual"])

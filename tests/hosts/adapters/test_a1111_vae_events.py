@@ -4,6 +4,7 @@ twins."""
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from sfast_ext.hosts.a1111 import adapter as a1111
 
 pytestmark = pytest.mark.usefixtures("vae_plans_at_once")
 
-EVENTS = 30
+EVENTS = 30 if os.environ.get("SFAST_ALL_CASES") else 15
 SIZES = ((8, 8), (8, 12), (6, 8))
 LORAS: tuple[dict[str, float], ...] = ({}, {"a": 1.0}, {"a": 0.5, "b": 1.0}, {"biased": 0.5})
 OWN = AttnBlock.forward

@@ -42,7 +42,7 @@ def refused(card: Running, **job: Any) -> None:
     assert "there was no room for all of the UNet" in str(card.host.session.report.as_dict()["events"])
 
 
-@cards()
+@cards(1)
 def test_the_first_forward_runs_out_of_memory(card: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         ran = short(card, patch)

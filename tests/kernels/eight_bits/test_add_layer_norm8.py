@@ -30,6 +30,7 @@ def check(x, residual, weight, bias, **options):
     assert (q.cpu() != (y.cpu() / scale.cpu().double()[..., None]).round()).float().mean() < 2e-3
 
 
+@pytest.mark.thinned("shape", "dtype")
 @each_dtype
 @pytest.mark.parametrize("shape", [(63, 30), (3, 7, 320), (2, 1280), (1, 640), (5, 77)], ids=str)
 @pytest.mark.parametrize("vectors", VECTORS, ids=str)

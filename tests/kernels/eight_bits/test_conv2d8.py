@@ -102,7 +102,7 @@ SIZES = [((2, 64, 5, 7), 40), ((1, 128, 9, 8), 168), ((3, 64, 1, 1), 8), ((1, 64
 """Of an image, and output channels."""
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("tile", "dtype")
 @each_tile(TILES)
 @each_dtype
 @pytest.mark.parametrize(("size", "columns"), SIZES, ids=str)
@@ -243,7 +243,7 @@ def test_sizes_of_models_by_every_tile(size, columns, stride):
                 close(y, target, target, bias, torch.ones(1))
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("number", "capability", "dtype")
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("capability", [TURING, AMPERE, (12, 0)], ids=str)

@@ -25,6 +25,7 @@ def norm(x, weight, bias, eps=1e-5):
     return layer_norm.reference(*wide, eps)
 
 
+@pytest.mark.thinned("shape", "dtype")
 @each_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(device, dtype, shape):

@@ -65,6 +65,7 @@ def emulated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | N
     return attended(rounded(q), keys, v, scale)
 
 
+@pytest.mark.thinned("shape", "dtype")
 @half_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(device, dtype, shape, monkeypatch):
@@ -191,13 +192,14 @@ def test_each_shape_fits_every_card():
 def test_it_compiles(monkeypatch, tmp_path, size):
     monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path))
     needs_nvrtc()
-    for rows in {40: (1, 10**6), 64: (1, 10**6)}.get(size, (1,)):
+    for number, rows in enumerate({40: (1, 10**6), 64: (1, 10**6)}.get(size, (1,))):
         of = mma_attention.shape(size, 4096, rows, 28)
-        cases = [(75, torch.float16, of, False), (86, torch.float16, of, False)]
-        cases += [(86, torch.bfloat16, of, False)] * (size == 64)
+        # exact sums for one of both cards, and those in half precision for the other
+        one, other = ((75, 86), (86, 75))[(size // 8 + number) % 2]
+        cases = [(one, torch.float16, of, False)]
+        cases += [(86, torch.bfloat16, of, False)] * (size == 64 and rows == 1)
         if size <= mma_attention.MAX_SIZE_IN_HALF:
-            in_half = ((n, mma_attention.half_sums_shape(of, size, divmod(n, 10))) for n in (75, 86))
-            cases += [(n, torch.float16, given, True) for n, given in in_half]
+            cases += [(other, torch.float16, mma_attention.half_sums_shape(of, size, divmod(other, 10)), True)]
         for capability, dtype, shape, half_sums in cases:
             given = mma_attention8.constants(size, shape, dtype, half_sums)
             registers, _ = built("mma_attention8", given, architecture=f"sm_{capability}")

@@ -99,7 +99,7 @@ SHAPES = [(130, 168, 1), (64, 320, 2), (3, 8, 1), (1, 160, 3), (300, 88, 2)]
 """Rows, columns, steps."""
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("tile", "dtype")
 @each_tile(TILES)
 @each_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -123,7 +123,7 @@ def test_linear(device, tile, dtype, shape, with_bias, with_residual):
     assert bool(around[:8].isnan().all() and around[-8:].isnan().all())
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("tile", "dtype", turn=1)
 @each_tile(PAIRS)
 @each_dtype
 @pytest.mark.parametrize("shape", [(130, 272, 1), (64, 640, 1), (3, 16, 2), (1, 128, 2)], ids=str)
@@ -237,7 +237,7 @@ CARDS = [(7, 5), (8, 6), (9, 0), (12, 0)]
 KINDS = ["linear", "residual", "geglu"]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("number", "kind", "dtype", turn=2)
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capability", CARDS, ids=str)

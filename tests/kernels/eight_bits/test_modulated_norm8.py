@@ -40,6 +40,7 @@ def turned(values, group):
     return quantise_rows.rotated(values, group)
 
 
+@pytest.mark.thinned("given", "rms")
 @pytest.mark.parametrize("rms", [True, False], ids=["RMS", "layer"])
 @pytest.mark.parametrize("given", SHAPES, ids=str)
 def test_norms(device, rms, given):
@@ -63,6 +64,7 @@ ACTIVATIONS = {
 }
 
 
+@pytest.mark.thinned("given", "what")
 @pytest.mark.parametrize("what", ACTIVATIONS)
 @pytest.mark.parametrize("given", [*SHAPES, (BRAIN, 1, 2, 10240, 256), (HALF, 1, 1, 1, 0)], ids=str)
 def test_activations(device, what, given):
@@ -80,6 +82,7 @@ JOINED += [(HALF, (7,), 24, 40, 64)]
 """A dtype, the rows, the columns in front and of the activation, and how many neighbours are rotated."""
 
 
+@pytest.mark.thinned("given", "what", turn=1)
 @pytest.mark.parametrize("what", ACTIVATIONS)
 @pytest.mark.parametrize("given", JOINED, ids=str)
 def test_activations_behind_other_columns(device, what, given):

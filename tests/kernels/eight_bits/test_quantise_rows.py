@@ -23,6 +23,7 @@ ROTATED = [(5, 320, 64), (3, 640, 128), (1, 1280, 256), (6, 2560, 256), (2, 5120
 ROTATED += [(3, 192, 64), (2, 384, 128), (5, 768, 256), (1, 1280, 64)]
 
 
+@pytest.mark.thinned("shape", "dtype")
 @half_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(device, dtype, shape):
@@ -30,6 +31,7 @@ def test_shapes(device, dtype, shape):
     same_codes(*quantise_rows.launch(x), x)
 
 
+@pytest.mark.thinned("rows", "dtype")
 @half_dtype
 @pytest.mark.parametrize(("rows", "columns", "group"), ROTATED)
 def test_rotation(device, dtype, rows, columns, group):

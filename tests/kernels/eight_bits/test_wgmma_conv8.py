@@ -22,11 +22,10 @@ NHWC = torch.channels_last
 each_tile = pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile[:4])))
 
 
+@pytest.mark.thinned("tile", "dtype")
 @each_tile
 @half_dtype
 def test_it_compiles(tile, dtype):
-    if tile.pair > 1 and dtype == torch.bfloat16:
-        pytest.skip("pairs differ in the loads alone")
     given = wgmma_conv8.constants(tile, dtype, 320 if dtype == torch.float16 else 640)
     # with the sums of two tiles, a few addresses are laid aside once a tile
     registers, fixed = built("wgmma_conv8", given, 64 if tile.pingpong else 0)

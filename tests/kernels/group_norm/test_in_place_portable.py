@@ -45,7 +45,7 @@ def image(shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.0) -> Tens
     return randn(*shape, dtype=dtype, device=CPU, mean=mean).contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("shape", "dtype")
 @each_way
 @each_dtype
 @pytest.mark.parametrize(("shape", "groups"), IMAGES, ids=str)
@@ -100,6 +100,7 @@ def test_accesses_are_aligned_in_the_memory_that_is_given(offset, pack, launches
     close(found, expected(group_norm, x, 8, None, None, 1e-5), scale=2)
 
 
+@pytest.mark.thinned("dtype", "shape")
 @each_way
 @each_dtype
 @pytest.mark.parametrize("shape", [(2, 320, 4, 6), (1, 30, 9, 7)], ids=str)

@@ -24,7 +24,7 @@ def per_sample(shape, dtype, device, count=1):
     return wide.chunk(count + 1, -1)[1:]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("shape", "dtype")
 @each_dtype
 @pytest.mark.parametrize("rms", [True, False], ids=["RMS", "layer"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -43,7 +43,7 @@ GATED = [(1e-5, True, True), (1e-5, False, True), (None, False, True), (1e-6, Tr
 """Epsilon of the inner norm, whether tanh is applied, whether there is a gate."""
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("inner_eps", "shape", "dtype", rounds=2)
 @each_dtype
 @pytest.mark.parametrize(("inner_eps", "tanh", "gated"), GATED)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[-1] not in (768, 96, 5120)], ids=str)

@@ -33,7 +33,7 @@ def angles(form: str, shape: tuple[int, ...], device: torch.device, batch: int |
     return [randn(*rows, shape[3], dtype=torch.float32, device=device, std=9.0).cos() for _ in range(2)]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("shape", "form", "dtype", rounds=2)
 @each_dtype
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -47,6 +47,7 @@ def test_shapes(device, dtype, form, shape):
         close(y, expected(norm_rotary, x, *norm, *given, form), scale=2)
 
 
+@pytest.mark.thinned("form", "dtype")
 @half_dtype
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_parts_of_packed_queries_keys_and_values(device, dtype, form):
@@ -62,7 +63,7 @@ def test_parts_of_packed_queries_keys_and_values(device, dtype, form):
             close(y, expected(norm_rotary, some, weight[: shape[3]], 1e-6, *given, form), scale=2)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("form", "dtype")
 @half_dtype
 @pytest.mark.parametrize("form", ["none", "neighbours", "matrices of halves"])
 @pytest.mark.parametrize("sizes", [(2, 5, 3, 3, 64), (1, 7, 1, 24, 128), (3, 1, 4, 5, 30)], ids=str)
