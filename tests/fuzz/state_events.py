@@ -200,6 +200,7 @@ TRANSFORMS: dict[str, tuple[Call, int]] = {
 }  # fmt: skip
 """What is done with a call, and how often of so many times."""
 _FORWARD_AD = ("a dual tensor", "jvp")
+_LEAVES = ("export", "a subclass of Tensor")
 _DISPATCHES = frozenset(name for name in STATES if "dispatch mode" in name or name == "a counter of operations")
 
 
@@ -209,8 +210,8 @@ def transformed(w: World, rng: random.Random) -> None:
     if name in _FORWARD_AD and _DISPATCHES & w.states.keys():
         # torch 2.13 reads at address 0 there: the derivative of `baddbmm` by a `beta` other than 1, without us as well
         return
-    if name == "export" and any("keeps" in patch for patch in w.patches):
-        # it leaves fake tensors in what a processor keeps, without us as well
+    if name in _LEAVES and any("keeps" in patch for patch in w.patches):
+        # fake tensors, or those of the class, stay in what a processor keeps, without us as well
         return
     transform(w, name)
 

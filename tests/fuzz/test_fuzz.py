@@ -309,3 +309,13 @@ def _until(w, name, there):
         if there():
             return
     raise AssertionError(f"{name} has done nothing in 100 times")
+
+
+@pytest.mark.parametrize(("runs", "read", "told"), [(99, 0, False), (100, 1, False), (100, 0, True)])
+def test_a_soak_in_8_bits_without_any_fails(runs, read, told):
+    played = soak.Soak(ground.with_eight_bits(ground.CPU))
+    played.counters.update(plan_runs=runs, eight_bits=read)
+    assert (played.exact() is not None) == told
+    in_half_precision = soak.Soak(ground.CPU)
+    in_half_precision.counters.update(plan_runs=runs)
+    assert in_half_precision.exact() is None
