@@ -1,4 +1,4 @@
-"""`Module.to` for modules whose parameters are where they are to be.
+"""`Module.to` for modules whose parameters are on the right device already.
 
 When a host moves a module, its weights have mostly been moved already, see `weights.host_copies`. torch's own `to` then
 does nothing, but for each parameter it asks what it would give it, and whether that fits: a third of the time of all.
@@ -23,11 +23,15 @@ def to(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """`original(module, *args, **kwargs)`, where `original` is the module's `to`: only buffers are moved if that is all
-    that is left of it.
+    """Move a module as `original(module, *args, **kwargs)` does. If all parameters are there already, only buffers are
+    moved.
 
     Args:
+        original: the `to` of the module's class.
         modules: the module and what is in it.
+
+    Returns:
+        What `original` returns: the module.
     """
     if len(args) != 1 or kwargs or not _is_torchs(original, modules):
         return original(module, *args, **kwargs)

@@ -53,6 +53,7 @@ class Recapture:
     stays: deque[int] = field(default_factory=lambda: deque(maxlen=STAYS))
     """Runs of the plan in each."""
     captures: int = 0
+    """Those of the plan so far."""
     _expected: bool = False
     """Whether the price is what a capture is expected to take: none was timed since."""
 

@@ -103,7 +103,12 @@ def differing(asides: Iterable[Aside], digests: Callable[[], Iterable[torch.Tens
 def in_system_memory(asides: Iterable[Aside]) -> list[torch.Tensor]:
     """Those parameters that are there, each once."""
     held = {id(now): now for aside in asides if isinstance(now := aside.now, torch.Tensor)}
-    return [now for now in held.values() if is_plain(now) and now.device.type == "cpu"]
+    return [now for now in held.values() if _is_there(now)]
+
+
+def _is_there(now: torch.Tensor) -> bool:
+    """Whether a parameter is in system memory."""
+    return now.device.type == "cpu" and is_plain(now)
 
 
 class Hidden:
@@ -119,7 +124,7 @@ class Hidden:
             with torch.inference_mode(False), torch.no_grad():
                 for aside in self._asides:
                     now = aside.now
-                    if isinstance(now, torch.Tensor) and now.device.type == "cpu" and is_plain(now):
+                    if isinstance(now, torch.Tensor) and _is_there(now):
                         self._hide(aside, now)
         except BaseException:
             self.__exit__()

@@ -39,4 +39,3 @@ def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
             if value is not None:
                 found.setdefault(id(value), value)
     return list(found.values())
-

@@ -119,7 +119,7 @@ class Soak:
             return None
         return f"{raised} of {calls} calls raised, with and without the accelerator: this tests nothing"
 
-    def exact(self) -> str | None:
+    def without_eight_bits(self) -> str | None:
         """What is wrong if plans were to have products in 8 bits, and none had."""
         runs = self.counters["plan_runs"]
         if not self.on.eight_bits or runs < MANY_RUNS or self.counters["eight_bits"]:
@@ -180,7 +180,7 @@ def main(given: Sequence[str] | None = None) -> int:
             soak.described["as"] = card(options.capability)
             soak.chosen = stack.enter_context(own_products.everywhere(options.capability))
         play(soak, options)
-    soak.faults += filter(None, [soak.grown(), soak.raising(), soak.exact()])
+    soak.faults += filter(None, [soak.grown(), soak.raising(), soak.without_eight_bits()])
     result = soak.result()
     write(options.json, result)
     print(json.dumps({k: v for k, v in result.items() if k not in ("events_by_kind", "memory")}, indent=1))

@@ -46,12 +46,15 @@ def shown(image: torch.Tensor, size: int = 8) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=None)
-def of(seed: int, steps: int = 3, size: int = 8, **loras: float) -> torch.Tensor:
-    """The image of a checkpoint without us, on a CPU."""
+def of(seed: int, steps: int = 3, size: int = 8, channels_last: tuple[str, ...] = (), **loras: float) -> torch.Tensor:
+    """The image of a checkpoint without us, on a CPU; these of its weights are channels last."""
     with standin.running() as other, apart():
         other._load = lambda patcher: patcher.partially_load(other.place, 1e32)
         other.load(seed, CHANNELS)
         other.lora(everywhere=True, **loras)
+        for name in channels_last:
+            weight = other.unet.get_parameter(name)
+            weight.data = weight.data.to(memory_format=torch.channels_last)
         return shown(other.generate(steps, size), size)
 
 

@@ -1,4 +1,4 @@
-"""`Module.to` where parameters are in place: what it does is what torch's own does."""
+"""`Module.to` if parameters are in place: what it does is what torch's own does."""
 
 from __future__ import annotations
 
