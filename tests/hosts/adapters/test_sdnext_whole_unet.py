@@ -52,12 +52,12 @@ def cards(number: int | None = None, *rooms: Any) -> Any:
 def whole(card: Running, **job: Any) -> None:
     """Images in 8 bits, of a UNet that is whole."""
     found = []
-    for _ in range(2):
+    for _ in range(3):
         # in its eleventh step a plan is compared, and half-precision weights are back at its end
         assert card.picture(**job) < 0.1
         assert not in_parts(card.unet), card.host.reasons()
         found.append(card.away)
-    assert max(found) > 20, (found, card.host.reasons())
+    assert sorted(found)[1] > 20, (found, card.host.reasons())
 
 
 def parted(card: Running, words: str, **job: Any) -> None:
@@ -277,7 +277,7 @@ def test_the_session_ends(card: Running) -> None:
 
 @cards(0)
 def test_loras(card: Running) -> None:
-    for multiplier in (1.0, 0.0):
+    for multiplier in (1.0, -1.0, 0.0):
         whole(card, multiplier=multiplier)
         card.host.opts.sfast_eight_bits = False
         parted(card, OWN, multiplier=multiplier)
