@@ -113,9 +113,8 @@ class Plan:
         """What runs the graph: an interpreter, or a recorded run."""
         self._warm = threading.local()
         """Whether the capture needs no run before it in this thread: libraries have handles and choices for each."""
-        # only launches are recorded
         self._recorded: bool | None = False if outgrowing else None
-        """Whether launches are repeated; False if they cannot be; None if they were not so far."""
+        """Whether launches are repeated; False if they cannot be, as with `outgrowing`; None if not so far."""
         self._clocked_once = False
         """Whether a run without a CUDA graph was timed."""
         self._eager_runs = 0
@@ -174,8 +173,10 @@ class Plan:
         try:
             with plan_mode(self.device), torch.cuda.device(self.device):
                 inputs = [as_tensor(leaf, self.device) for leaf in leaves]
-                launched, ended = clocked(self._function, inputs, self.device)
-                if captures or launched >= _CPU_BOUND * ended:
+                launched, ended = self.recapture.launch_s, 0.0
+                if not captures:
+                    launched, ended = clocked(self._function, inputs, self.device)
+                if launched >= _CPU_BOUND * ended:
                     self._recorded = False
                     recorded = self._served(RecordedRun)(Interpreter(self._graph_module), inputs)
                     self._function, self._recorded = self._served(recorded), True
@@ -268,7 +269,7 @@ class Plan:
             self._warm.done = True
             if CAN_UPDATE_GRAPH:
                 self._copies.join(*self.graph.handles())
-            self.recapture.captured(self.graph.ms)
+            self.recapture.captured(self.graph.ms, self.graph.launch_ms)
             if self.was_captured and not self._clocked_once:
                 # before the first capture kernels are compiled
                 self.recapture.without_ms = self.graph.launch_ms

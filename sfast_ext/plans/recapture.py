@@ -29,8 +29,9 @@ HIDDEN_MS = 100.0
 """A GPU that takes longer for a run hides what the CPU does meanwhile."""
 STAYS = 2
 """So many of the last stays tell how long the next one is: the shortest."""
-RECORDING = 8
-"""A recording takes about as long as the launches of so many captures: 2 s of SDXL, next to an NVIDIA H200."""
+RECORDING = 2
+"""A graph that was captured so often is taken to go with each image. A recording takes about as long as the launches of
+four captures."""
 
 
 @dataclass
@@ -54,15 +55,18 @@ class Recapture:
     """Runs of the plan in each."""
     captures: int = 0
     """Those of the plan so far."""
+    launch_s: float = 0.0
+    """Seconds that the CPU took for the launches of the last one."""
     _expected: bool = False
     """Whether the price is what a capture is expected to take: none was timed since."""
 
-    def captured(self, milliseconds: float) -> None:
-        """A graph was captured in this time."""
+    def captured(self, milliseconds: float, launch_ms: float) -> None:
+        """A graph was captured in this time, of which launches took a part."""
         before = 0.0 if self._expected else self.capture.price
         self._expected = False
         self.capture.restart(min(before, milliseconds) if before else milliseconds)
         self.captures += 1
+        self.launch_s = launch_ms / 1000
 
     def recorded(self, saved_ms: float) -> None:
         """The CPU launches a run in so much less time from now on."""
@@ -70,7 +74,7 @@ class Recapture:
 
     @property
     def recurs(self) -> bool:
-        """Whether there were so many captures that a recording would have paid for itself."""
+        """Whether there were so many captures that there will be more."""
         return self.captures >= RECORDING
 
     def evicted(self, runs: int) -> None:

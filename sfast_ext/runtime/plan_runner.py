@@ -11,6 +11,7 @@ import torch
 
 from sfast_ext import environment, reasons
 from sfast_ext.call_signature import Call, flatten_output, rebuild_output
+from sfast_ext.gc_pause import gc_paused
 from sfast_ext.kernels.backend import health, precompile
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.plan import Plan
@@ -179,7 +180,8 @@ class PlanRunner:
     def record_launches(self, plan: Plan, call: Call, captures: bool = False) -> None:
         """See `Plan.record_launches`. Nothing with a CUDA graph. The caller holds `guard`."""
         if not plan.has_graph:
-            plan.record_launches(call.leaves, self._context.report, captures)
+            with gc_paused():
+                plan.record_launches(call.leaves, self._context.report, captures)
 
     def guard(self, plan: Plan) -> contextlib.AbstractContextManager[Any]:
         """The lock to hold while a plan runs. Graphs of one pool share memory; on a CPU only the plan is protected."""

@@ -81,7 +81,7 @@ MUTATIONS = [
     Mutation(
         "a recording for a graph that may stay", "plans/recapture.py",
         "return self.captures >= RECORDING", "return True",
-        ("plans/test_payback.py::test_captures_recur_once_a_recording_would_have_paid",),
+        ("plans/test_payback.py::test_captures_recur_once_there_were_a_few",),
     ),
     Mutation(
         "a price that no capture had", "plans/recapture.py",

@@ -60,7 +60,7 @@ def test_a_graph_comes_back_once_runs_without_it_have_cost_a_capture():
 def again(stays=(), without=None, with_ms=1.0, price=10.0, runs=0, waits=0.0):
     """Whether a graph is captured at once after stays of so many runs."""
     recapture = Recapture()
-    recapture.captured(price)
+    recapture.captured(price, launch_ms=100.0)
     recapture.without_ms, recapture.waits_ms = without, waits
     for stay in stays:
         recapture.evicted(stay)
@@ -96,14 +96,14 @@ def test_a_graph_comes_back_at_once_if_the_stay_is_expected_to_give_it_back(give
 def test_the_price_is_that_of_the_quickest_capture():
     recapture = Recapture()
     for taken, price in ((5000.0, 5000.0), (200.0, 200.0), (900.0, 200.0)):
-        recapture.captured(taken)
+        recapture.captured(taken, launch_ms=100.0)
         assert recapture.capture.price == price and recapture.capture.paid == 0
         recapture.capture.pay(7.0)
 
 
 def test_a_recording_lowers_the_price_of_a_capture():
     recapture = Recapture()
-    recapture.captured(300.0)
+    recapture.captured(300.0, launch_ms=100.0)
     for saved, price in ((250.0, 50.0), (100.0, 0.0)):
         recapture.recorded(saved)
         assert recapture.capture.price == price
@@ -113,16 +113,16 @@ def test_a_recording_lowers_the_price_of_a_capture():
 def test_what_a_recording_is_expected_to_save_is_forgotten_once_a_capture_was_timed(before, saved):
     recapture = Recapture()
     if before is not None:
-        recapture.captured(before)
+        recapture.captured(before, launch_ms=100.0)
     recapture.recorded(saved)
-    recapture.captured(200.0)
+    recapture.captured(200.0, launch_ms=100.0)
     assert recapture.capture.price == 200.0
-    recapture.captured(250.0)
+    recapture.captured(250.0, launch_ms=100.0)
     assert recapture.capture.price == 200.0
 
 
-def test_captures_recur_once_a_recording_would_have_paid():
+def test_captures_recur_once_there_were_a_few():
     recapture = Recapture()
     for n in range(RECORDING + 2):
         assert recapture.recurs == (n >= RECORDING)
-        recapture.captured(300.0)
+        recapture.captured(300.0, launch_ms=100.0)
