@@ -2,9 +2,9 @@
 
     POST /sfast-probe/start    begins
     POST /sfast-probe/stop     answers {"phases": [[name, begin, end], …], "busy": [[begin, end], …]}
-    POST /sfast-probe/count    from now on the UNet's memory is counted at each step
+    POST /sfast-probe/count    from now on the UNet's memory is counted at the last step of each image
     POST /sfast-probe/memory   answers {"bytes": what torch has reserved of the GPU at most since the last one,
-                               "unet": what AUTOMATIC1111's UNet had of it at a step, its weights in 8 bits included}
+                               "unet": what AUTOMATIC1111's UNet had of it then, its weights in 8 bits included}
 
 Times are nanoseconds since 1970. Phases are calls of the functions below, which contain each other; of one thread, as
 the WebUI makes one picture at a time. `busy` are the times in which the GPU ran anything, by CUPTI; empty without one.
@@ -70,7 +70,7 @@ elif importlib.util.find_spec("modules_forge"):
 phases: list[tuple[str, int, int]] = []
 profiler: list[torch.profiler.profile] = []
 unet_bytes: list[int] = []
-"""At each step once it is asked for: to count takes milliseconds."""
+"""Once it is asked for: to count takes milliseconds."""
 asked: list[bool] = []
 
 
@@ -111,8 +111,9 @@ def busy(profile: torch.profiler.profile) -> list[list[int]]:
     return joined
 
 
-def count_unet(*_: Any) -> None:
-    if not asked:
+def count_unet(params: Any) -> None:
+    # in the last step alone, whose number is that of the one before still: it is a part of a timed image
+    if not asked or params.sampling_step + 2 < params.total_sampling_steps:
         return
     from modules import shared
 

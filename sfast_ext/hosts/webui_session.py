@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
-from sfast_ext.hosts import webui_probes
+from sfast_ext.hosts import startup_objects, webui_probes
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.previews import Previews
@@ -49,6 +49,8 @@ class WebUISession(Session):
         self._has_vae = host.feature(webui_probes.VAE, lambda: host.wrap("process_images_inner", self._before_images))
         host.feature(webui_probes.UPSCALED, lambda: self._upscalers.install(host))
         host.feature(webui_probes.PREVIEWS, lambda: self._previews.install(host))
+        # AUTOMATIC1111 loads its model while it makes the page
+        self.guarded(lambda: startup_objects.freeze_if_on(self))
 
     def _install_memory(self) -> None:
         self.installation.wrap("unload_model_weights", self._unload)

@@ -9,7 +9,7 @@ permuted. A tensor of less than two rows is its own digest.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -18,7 +18,11 @@ from sfast_ext.weights.staging import in_memory_order, is_dense
 
 COLUMNS = 127
 _MAX_THREADS, _ALONE_BYTES = 6, 8 << 20
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_TASKS = 4  # of a thread: each takes the GIL, which the caller has other uses for
+_WORDS = (
+    torch.int64, torch.uint8, torch.int16, torch.uint8, torch.int32, torch.uint8, torch.int16, torch.uint8
+)  # fmt: skip
+"""By the last three bits of a size and a place in bytes."""
 
 
 class Digests:
@@ -29,7 +33,7 @@ class Digests:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         parts = [_parts(tensor) for tensor in tensors]
-        self._lengths = [sum(map(len, each)) for each in parts]
+        self._lengths = list(map(_length, parts))
         self._values = torch.cat([part for each in parts for part in each])
 
     def unchanged(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
@@ -37,7 +41,7 @@ class Digests:
         before = self._values.split(self._lengths)
         parts = [None if tensor is None else _parts(tensor) for tensor in tensors]
         # what begins elsewhere in its memory may be read in narrower words
-        there = [now is not None and sum(map(len, now)) == length for now, length in zip(parts, self._lengths)]
+        there = [now is not None and _length(now) == length for now, length in zip(parts, self._lengths)]
         values = [
             part for now, was, is_there in zip(parts, before, there) for part in (now if now and is_there else [was])
         ]
@@ -59,12 +63,24 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def reading(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
     """`digests_of`, which threads begin now. What is returned waits for them."""
-    threads = min(_MAX_THREADS, torch.get_num_threads())
-    if threads < 2 or sum(tensor.nbytes for tensor in tensors) < _ALONE_BYTES:
-        found = list(map(_by_numpy, tensors))
+    threads, size = min(_MAX_THREADS, torch.get_num_threads()), sum(tensor.nbytes for tensor in tensors)
+    if threads < 2 or size < _ALONE_BYTES:
+        found = _all_by_numpy(tensors)
         return lambda: found
-    digests = _pool(threads).map(_by_numpy, tensors)
-    return lambda: list(digests)
+    digests = _pool(threads).map(_all_by_numpy, _groups(tensors, size // (_TASKS * threads)))
+    return lambda: [digest for group in digests for digest in group]
+
+
+def _groups(tensors: Sequence[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
+    """Neighbours together, until they have so many bytes."""
+    groups, left = list[list[torch.Tensor]](), 0
+    for tensor in tensors:
+        if left <= 0:
+            groups.append([])
+            left = size
+        groups[-1].append(tensor)
+        left -= tensor.nbytes
+    return groups
 
 
 @functools.lru_cache(maxsize=1)
@@ -74,35 +90,43 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="sfast: digests")
 
 
+def _all_by_numpy(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list(map(_by_numpy, tensors))
+
+
 def _by_numpy(tensor: torch.Tensor) -> torch.Tensor:
     """`digest_of` in one thread, without the GIL. Torch takes a thread for each core, also within each of these."""
     words = _words(tensor) if is_dense(tensor) else None
-    rows = 0 if words is None else len(words) // COLUMNS
+    rows = 0 if words is None else words.numel() // COLUMNS
     if words is None or rows < 2:
         return digest_of(tensor)
+    whole = rows * COLUMNS
+    found = torch.empty(COLUMNS + words.numel() - whole, dtype=torch.int64, device="cpu")
     try:
-        array = words.numpy()
+        array, out = words.numpy(), found.numpy()
     except RuntimeError:
         # torch was built for another NumPy, or there is none
         return digest_of(tensor)
-    whole = rows * COLUMNS
-    sums = array[:whole].reshape(rows, COLUMNS).sum(0, dtype="int64")
-    return torch.cat([torch.from_numpy(sums), words[whole:].to(torch.int64)])
+    array[:whole].reshape(rows, COLUMNS).sum(0, dtype="int64", out=out[:COLUMNS])
+    out[COLUMNS:] = array[whole:]
+    return found
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     words = _words(tensor)
-    rows = len(words) // COLUMNS
+    rows = words.numel() // COLUMNS
     if rows < 2:
         return [words.to(torch.int64)]
-    whole = rows * COLUMNS
-    sums = words[:whole].view(rows, COLUMNS).sum(0, dtype=torch.int64)
-    return [sums, words[whole:].to(torch.int64)]
+    sums = words.as_strided((rows, COLUMNS), (COLUMNS, 1)).sum(0, dtype=torch.int64)
+    return [sums, words[rows * COLUMNS :].to(torch.int64)]
+
+
+def _length(parts: Iterable[torch.Tensor]) -> int:
+    """The words of a digest. `len` of a tensor asks whether it is traced, in Python."""
+    return sum(part.numel() for part in parts)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's memory as integers, as wide as its size and place allow."""
     flat = in_memory_order(tensor)
-    size, begin = tensor.element_size() * len(flat), tensor.element_size() * flat.storage_offset()
-    dtype = next(dtype for dtype in _WORDS if size % dtype.itemsize == 0 and begin % dtype.itemsize == 0)
-    return flat.view(dtype)
+    return flat.view(_WORDS[(flat.numel() | flat.storage_offset()) * flat.element_size() & 7])

@@ -75,7 +75,12 @@ MUTATIONS = [
     ),
     Mutation(
         "captures from a recording", "plans/plan.py",
-        "if captures or launched", "if launched",
+        "if not captures:", "if True:",
+        (_PLAN + "test_a_graph_that_goes_with_each_image_is_captured_from_a_recording",),
+    ),
+    Mutation(
+        "collections while launches are recorded", "runtime/plan_runner.py",
+        "with gc_paused():", "if True:",
         (_PLAN + "test_a_graph_that_goes_with_each_image_is_captured_from_a_recording",),
     ),
     Mutation(

@@ -226,13 +226,23 @@ MUTATIONS = [
     ),
     Mutation(
         "the sums of a digest", "weights/digest.py",
-        "return [sums, words[whole:].to(torch.int64)]", "return [words[whole:].to(torch.int64)]",
+        "return [sums, words[rows * COLUMNS :].to(torch.int64)]", "return [words[rows * COLUMNS :].to(torch.int64)]",
         ("weights/test_digest.py::test_changes_of_the_whole_are_seen",),
     ),
     Mutation(
         "the last row of a digest", "weights/digest.py",
-        "return [sums, words[whole:].to(torch.int64)]", "return [sums]",
+        "return [sums, words[rows * COLUMNS :].to(torch.int64)]", "return [sums]",
         ("weights/test_digest.py::test_one_bit_of_one_element_is_seen",),
+    ),
+    Mutation(
+        "the last row of a digest by a thread", "weights/digest.py",
+        "out[COLUMNS:] = array[whole:]", "out[COLUMNS:] = 0",
+        ("weights/test_digest.py::test_by_threads_and_by_torch_it_is_the_same",),
+    ),
+    Mutation(
+        "weights that follow the first of a group", "weights/digest.py",
+        "        groups[-1].append(tensor)\n", "        groups[-1] = groups[-1] or [tensor]\n",
+        ("weights/test_digest.py::test_by_threads_and_by_torch_it_is_the_same",),
     ),
     Mutation(
         "tensors without memory are not numbers", "weights/vacancy.py",
@@ -286,9 +296,14 @@ MUTATIONS = [
         ("weights/test_vacancy.py::test_a_fetch_that_fails_leaves_the_host_its_weights",),
     ),
     Mutation(
-        "a network at the start of SD.Next", "hosts/sdnext/startup_objects.py",
+        "a network at the start of a WebUI", "hosts/startup_objects.py",
         "if parameter_bytes(gc.get_objects()) > LARGE:", "if False:",
         ("hosts/adapters/test_startup_objects.py::test_a_model_that_is_loaded_at_the_start_is_not_frozen",),
+    ),
+    Mutation(
+        "objects of the start while the extension is off", "hosts/startup_objects.py",
+        "if session.config().enabled:", "if True:",
+        ("hosts/adapters/test_startup_objects.py::test_in_the_other_webuis_objects_are_frozen_while_scripts_are_loaded",),
     ),
     Mutation(
         "what Python itself freezes", "gc_pause.py",

@@ -100,11 +100,15 @@ def test_another_place_in_memory_counts_as_a_change():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8])
 def test_by_threads_and_by_torch_it_is_the_same(dtype, monkeypatch):
     monkeypatch.setattr(digest, "_ALONE_BYTES", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     generator = torch.Generator().manual_seed(1)
     shapes = [(1, 3), (64, 64), (33, 77), (320, 1280), (5,), (1281, 7)]
     least = -127 if dtype.is_floating_point else 0
     tensors = [torch.randint(least, 127, shape, generator=generator).to(dtype) for shape in shapes]
     tensors.append(torch.randn(128, 96, generator=generator).to(dtype)[:, ::2])
     tensors.append(torch.randn(4097, generator=generator).to(dtype)[1:])
-    found = digest.digests_of(tensors)
-    assert all(torch.equal(a, digest.digest_of(b)) for a, b in zip(found, tensors))
+    groups = digest._groups(tensors, sum(x.nbytes for x in tensors) // 12)
+    assert 1 < len(groups) < len(tensors)
+    for some in (tensors, tensors[:1], []):
+        found = digest.digests_of(some)
+        assert all(torch.equal(a, digest.digest_of(b)) for a, b in zip(found, some, strict=True))

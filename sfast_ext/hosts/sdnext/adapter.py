@@ -12,11 +12,11 @@ from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.config import Config
-from sfast_ext.hosts import gpu_room, per_request, reasons, starting, vae, webui_probes
+from sfast_ext.hosts import gpu_room, per_request, reasons, starting, startup_objects, vae, webui_probes
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined
-from sfast_ext.hosts.sdnext import log, probes, startup_objects
+from sfast_ext.hosts.sdnext import log, probes
 from sfast_ext.hosts.sdnext.hooks import SDNextHooks, SDNextTextHooks, SDNextVaeHooks
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
@@ -114,7 +114,7 @@ class SDNextSession(Session):
         """Register callbacks, and wrap the functions that load, unload and move models, for which there are none."""
         host.callback("on_model_loaded", self.callback(lambda _model: self.follow()))
         host.callback("on_before_process", self.callback(self._before_process))
-        freeze = self.callback(lambda *_: self._freeze_startup_objects())
+        freeze = self.callback(lambda *_: startup_objects.freeze_if_on(self))
         host.feature(webui_probes.PAGE, lambda: host.callback("on_app_started", freeze))
         host.feature(probes.LOADING, self._install_loading)
         host.feature(probes.IP_ADAPTERS, lambda: host.wrap("apply", self._ip_adapters.apply))
@@ -126,10 +126,6 @@ class SDNextSession(Session):
     def _install_loading(self) -> None:
         self.installation.wrap("reload_model_weights", self._reload)
         self.installation.wrap("unload_model_weights", self._unload)
-
-    def _freeze_startup_objects(self) -> None:
-        if self.config().enabled:
-            self.installation.add(*startup_objects.freeze(self.report))
 
     def _name_infotexts(self) -> Callable[[], None]:
         """Tell the host which settings the names in an infotext stand for: it has no such field in `OptionInfo`."""

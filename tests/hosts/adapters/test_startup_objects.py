@@ -1,4 +1,4 @@
-"""Objects of SD.Next's start, which its garbage collections leave alone."""
+"""Objects of a WebUI's start, which garbage collections leave alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from hosts.standins.sdnext import Host, hosted, pipeline
-from sfast_ext.hosts.sdnext import startup_objects
+from hosts.standins.worlds import kinds, world_of
+from sfast_ext.hosts import startup_objects
+from sfast_ext.hosts.webui_session import WebUISession
 
 fastapi = pytest.importorskip("fastapi")
 pytest.importorskip("accelerate")
@@ -104,6 +106,22 @@ def test_what_somebody_else_froze_stays_so(host: Host) -> None:
     before = gc.get_freeze_count()
     host.script_callbacks.fire("script_unloaded")
     assert gc.get_freeze_count() > 0.9 * before
+
+
+@pytest.mark.parametrize("kind", [kind for kind in kinds() if issubclass(kind, WebUISession)])
+def test_in_the_other_webuis_objects_are_frozen_while_scripts_are_loaded(
+    kind: type[WebUISession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a stand-in has its network at once
+    monkeypatch.setattr(startup_objects, "LARGE", 1 << 40)
+    before = len(gc.get_objects())
+    for on in (False, True):
+        with world_of(kind) as world:
+            world.opts.sfast_enabled = on
+            kind.start("test")
+            assert (gc.get_freeze_count() > 0.9 * before) == on
+            kind.stop()
+            assert gc.get_freeze_count() < 0.1 * before
 
 
 def test_the_size_of_parameters() -> None:
