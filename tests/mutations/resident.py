@@ -27,9 +27,9 @@ MUTATIONS = [
         (_TESTS + "test_what_a_digest_found_is_due_until_it_is_quantised",),
     ),
     Mutation(
-        "what was read for a call that was interrupted", "weights/resident.py",
+        "what was read before a generation", "weights/resident.py",
         " or self.audit_all:", ":",
-        (_COPIES + "test_what_was_read_for_a_call_that_was_interrupted_is_read_again",),
+        (_COPIES + "test_what_was_read_before_a_generation_does_not_count_for_it",),
     ),
     Mutation(
         "what another thread quantised while a plan ran", "runtime/plan_finder.py",

@@ -152,6 +152,20 @@ def test_what_was_read_for_a_call_that_was_interrupted_is_read_again(
     assert on.error() < 0.06
 
 
+def test_what_was_read_before_a_generation_does_not_count_for_it(
+    card: Card, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    monkeypatch.setattr(weights_resident, "AUDITED_BYTES", 0)
+    on = started(calls=11)
+    resident = on.acc.arena.resident
+    give_way(on)
+    resident.audit_all = True
+    assert resident.due(on.acc.arena.banks.restore) == [] and resident.reads
+    on.both(uncounted)
+    resident.audit_all = True
+    assert len(resident.due()) == 1 and not resident.reads
+
+
 @pytest.mark.parametrize("check", ["first", "never"])
 def test_what_another_thread_quantised_meanwhile_discards_a_result(
     card: Card, monkeypatch: pytest.MonkeyPatch, check: str  # noqa: F811
