@@ -21,7 +21,7 @@ def thawed():
 @pytest.fixture(autouse=True)
 def as_often_as_python_does(monkeypatch):
     """Nobody has asked for fewer collections either."""
-    monkeypatch.setattr(gc_pause, "_frozen_by_others", False)
+    monkeypatch.setattr(gc_pause, "_seen_frozen", False)
     threshold = gc.get_threshold()
     gc.set_threshold(700)
     yield
@@ -133,6 +133,22 @@ def test_what_is_frozen_is_counted_once(monkeypatch):
         with gc_paused():
             pass
     assert len(asked) == 1
+
+
+def test_survivors_are_moved_again_once_what_was_frozen_is_thawed(collections, monkeypatch):
+    monkeypatch.setattr(gc_pause, "LARGE", 1 << 60)
+    everything = 2
+    assert gc_pause.freeze()
+    with gc_paused():
+        pass
+    gc_pause.thaw()
+    gc.collect()
+    collections.clear()
+    with gc_paused():
+        things = kept(len(gc.get_objects()))
+    more = [kept(1000) for _ in range(30)]
+    assert collections and everything not in collections
+    del things, more
 
 
 def test_an_exception_ends_it():

@@ -16,6 +16,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from sfast_ext import gc_pause
+
 Made = list[weakref.ref[FakeTensor]]
 
 
@@ -36,16 +38,17 @@ def take_out(made: Made, graph_module: fx.GraphModule | None) -> str | None:
         return None
     found = "a place that is not known"
     # referrers are not looked for among frozen objects
-    frozen = gc.get_freeze_count() > 0
-    if frozen:
-        gc.unfreeze()
+    frozen = gc_pause.some_are_frozen()
+    if gc.get_freeze_count():
+        gc_pause.thaw()
     try:
         while left:
             # popped: this list must not be among those that refer to it
             found = _take_out(left.pop()) or found
     finally:
         if frozen:
-            gc.freeze()
+            # not with a network that was loaded meanwhile
+            gc_pause.freeze()
     return found
 
 

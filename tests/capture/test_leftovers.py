@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from sfast_ext import gc_pause
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture import capture as capture_module
 from sfast_ext.capture.capture import CaptureRefused, capture
@@ -99,6 +100,17 @@ def weak(x):
 def test_what_only_garbage_refers_to_is_no_state(forward):
     found = captured(forward)
     assert found.graph_module is not None
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_was_frozen_is_frozen_again_unless_a_network_was_loaded(loaded, monkeypatch):
+    monkeypatch.setattr(gc_pause, "LARGE", 0 if loaded else 1 << 60)
+    gc.freeze()
+    with pytest.raises(CaptureRefused, match="keeps state between calls, in a list"):
+        captured(HIDES["list"])
+    assert gc_pause.some_are_frozen() != loaded
+    # as the other tests have it
+    gc.freeze()
 
 
 def test_a_usual_capture_collects_no_garbage(monkeypatch):

@@ -79,6 +79,17 @@ MUTATIONS = [
         (_PLAN + "test_a_graph_that_goes_with_each_image_is_captured_from_a_recording",),
     ),
     Mutation(
+        "what the launches of a capture took", "plans/plan.py",
+        "self.recapture.captured(self.graph.ms, self.graph.launch_ms)",
+        "self.recapture.captured(self.graph.ms, 0.0)",
+        (_PLAN + "test_a_graph_that_goes_with_each_image_is_captured_from_a_recording",),
+    ),
+    Mutation(
+        "seconds of launches", "plans/recapture.py",
+        "launch_ms / 1000", "launch_ms",
+        ("plans/test_payback.py::test_what_a_recording_is_expected_to_save_is_forgotten_once_a_capture_was_timed",),
+    ),
+    Mutation(
         "collections while launches are recorded", "runtime/plan_runner.py",
         "with gc_paused():", "if True:",
         (_PLAN + "test_a_graph_that_goes_with_each_image_is_captured_from_a_recording",),

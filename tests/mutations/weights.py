@@ -296,7 +296,7 @@ MUTATIONS = [
         ("weights/test_vacancy.py::test_a_fetch_that_fails_leaves_the_host_its_weights",),
     ),
     Mutation(
-        "a network at the start of a WebUI", "hosts/startup_objects.py",
+        "a network at the start of a WebUI", "gc_pause.py",
         "if parameter_bytes(gc.get_objects()) > LARGE:", "if False:",
         ("hosts/adapters/test_startup_objects.py::test_a_model_that_is_loaded_at_the_start_is_not_frozen",),
     ),
@@ -304,6 +304,26 @@ MUTATIONS = [
         "objects of the start while the extension is off", "hosts/startup_objects.py",
         "if session.config().enabled:", "if True:",
         ("hosts/adapters/test_startup_objects.py::test_in_the_other_webuis_objects_are_frozen_while_scripts_are_loaded",),
+    ),
+    Mutation(
+        "garbage of the page before", "gc_pause.py",
+        "    if _thawed:", "    if False:",
+        ("hosts/adapters/test_startup_objects.py::test_garbage_of_the_page_before_is_not_frozen",),
+    ),
+    Mutation(
+        "a failure to freeze", "hosts/webui_session.py",
+        "self.guarded(lambda: startup_objects.freeze_if_on(self))", "startup_objects.freeze_if_on(self)",
+        ("hosts/adapters/test_startup_objects.py::test_a_session_starts_if_nothing_can_be_frozen",),
+    ),
+    Mutation(
+        "survivors after objects were thawed", "gc_pause.py",
+        "_seen_frozen, _thawed = False, True", "_thawed = True",
+        ("test_gc_pause.py::test_survivors_are_moved_again_once_what_was_frozen_is_thawed",),
+    ),
+    Mutation(
+        "a network that leftovers are searched with", "capture/leftovers.py",
+        "            gc_pause.freeze()\n", "            gc.freeze()\n",
+        ("capture/test_leftovers.py::test_what_was_frozen_is_frozen_again_unless_a_network_was_loaded",),
     ),
     Mutation(
         "what Python itself freezes", "gc_pause.py",

@@ -117,8 +117,8 @@ def test_what_a_recording_is_expected_to_save_is_forgotten_once_a_capture_was_ti
     recapture.recorded(saved)
     recapture.captured(200.0, launch_ms=100.0)
     assert recapture.capture.price == 200.0
-    recapture.captured(250.0, launch_ms=100.0)
-    assert recapture.capture.price == 200.0
+    recapture.captured(250.0, launch_ms=90.0)
+    assert recapture.capture.price == 200.0 and recapture.launch_s == 0.09
 
 
 def test_captures_recur_once_there_were_a_few():

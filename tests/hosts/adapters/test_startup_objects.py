@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from hosts.standins.sdnext import Host, hosted, pipeline
 from hosts.standins.worlds import kinds, world_of
-from sfast_ext.hosts import startup_objects
+from sfast_ext import gc_pause
 from sfast_ext.hosts.webui_session import WebUISession
 
 fastapi = pytest.importorskip("fastapi")
@@ -24,7 +25,7 @@ def loaded() -> Iterator[int]:
     """Bytes of the networks that other tests have loaded."""
     gc.unfreeze()
     gc.collect()
-    yield startup_objects.parameter_bytes(gc.get_objects())
+    yield gc_pause.parameter_bytes(gc.get_objects())
     gc.collect()
     gc.freeze()
 
@@ -32,7 +33,7 @@ def loaded() -> Iterator[int]:
 @pytest.fixture(autouse=True)
 def thawed(loaded: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process if nobody has frozen anything, nor loaded a network."""
-    monkeypatch.setattr(startup_objects, "LARGE", loaded)
+    monkeypatch.setattr(gc_pause, "LARGE", loaded)
     yield
     gc.unfreeze()
 
@@ -113,7 +114,7 @@ def test_in_the_other_webuis_objects_are_frozen_while_scripts_are_loaded(
     kind: type[WebUISession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a stand-in has its network at once
-    monkeypatch.setattr(startup_objects, "LARGE", 1 << 40)
+    monkeypatch.setattr(gc_pause, "LARGE", 1 << 40)
     before = len(gc.get_objects())
     for on in (False, True):
         with world_of(kind) as world:
@@ -130,7 +131,36 @@ def test_the_size_of_parameters() -> None:
         def __class__(self) -> type:
             raise AssertionError("asked for its class")
 
-    meta = nn.Linear(100, 100, device="meta")
+    meta = nn.Linear(100, 100, bias=False, device="meta")
     without_start = nn.Module.__new__(nn.Module)
     objects = [Proxy(), nn.Linear(3, 5, bias=False), nn.Linear(2, 1), meta, without_start, nn.Linear, "text"]
-    assert startup_objects.parameter_bytes(objects) == 4 * (15 + 3)
+    assert gc_pause.parameter_bytes([*objects, nn.LazyLinear(3, bias=False)]) == 4 * (15 + 3 + 10_000)
+
+
+def test_a_session_starts_if_nothing_can_be_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(objects: object) -> int:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(gc_pause, "parameter_bytes", fails)
+    pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit")
+    (kind,) = (kind for kind in kinds() if kind.__name__ == "A1111Session")
+    with importlib.import_module("hosts.standins.a1111").running() as host:
+        kind.start("test")
+        assert kind.running is not None and gc.get_freeze_count() == 0
+        kind.stop()
+    assert [type(error) for error in host.errors] == [RuntimeError]
+
+
+def test_garbage_of_the_page_before_is_not_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc_pause, "LARGE", 1 << 40)
+    (kind,) = (kind for kind in kinds() if kind.__name__ == "A1111Session")
+    with world_of(kind) as world:
+        world.opts.sfast_enabled = True
+        kind.start("test")
+        kind.stop()
+        page = weakref.ref(Ring())
+        # among the old ones
+        gc.freeze()
+        gc.unfreeze()
+        kind.start("test")
+        assert page() is None
