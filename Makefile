@@ -79,7 +79,8 @@ WITH_PAGES = SFAST_GRADIO_PYTHON=$(subst $() ,:,$(foreach each,$(GRADIOS),$(absp
 
 .PHONY: demo quick test test-pages test-coarse-clock test-stack test-floor test-diffusers soak sanitizer mutations compile-table cuda-table lint bench doctor clean
 
-demo: .venv/.demo
+# by make --jobs=2 demo test, they run at the same time: nothing is installed into .venv meanwhile
+demo: .venv/.demo $(if $(filter test,$(MAKECMDGOALS)),.venv/.dev)
 	.venv/bin/python -m sfast_ext demo
 
 quick: lint

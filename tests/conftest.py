@@ -170,8 +170,10 @@ def place_of(item: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # what was imported stays: the garbage collector need not look at it again
-    if len(session.items) > _MANY:
+    from sfast_ext import kernels
+
+    # what was imported stays: the garbage collector need not look at it again. Kernels in the interpreter import none
+    if len(session.items) > _MANY and not kernels.interpreted():
         for name in _LATE:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
@@ -183,8 +185,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     # what the tests of a file leave behind stays as well: modules, and networks that are made once. Each collection
     # that a test asks for would look at it again
+    # (Python needs 0.1 s to say how many objects are frozen)
     last = nextitem is not None and nextitem.path != item.path
-    if last and gc.get_freeze_count() and len(gc.get_objects(generation=2)) > _LEFT_OBJECTS:
+    if last and len(gc.get_objects(generation=2)) > _LEFT_OBJECTS:
         gc.collect()
         gc.freeze()
 
