@@ -47,6 +47,9 @@ _KEPT = 2 << 30
 _LEFT_OBJECTS = 100_000
 """That files of tests may leave until they are frozen."""
 
+_TESTING = frozenset({"_pytest", "pluggy", "pytest", "xdist"})
+"""Their code is in each assertion of a test, and leads to all tests of a session and what became of them."""
+
 _MANY = 500
 _LATE = ("diffusers.models.unets.unet_2d_condition", "diffusers.models.autoencoders.autoencoder_kl", "torch._dynamo")
 """A million objects that some test imports, among so many tests."""
@@ -171,7 +174,11 @@ def place_of(item: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     from sfast_ext import kernels
+    from sfast_ext.capture import reachable
 
+    # a forward with an assertion is recorded, as it would be in a program, without a walk through tens of thousands of
+    # objects of pytest for state that it may change
+    reachable._LIBRARIES |= _TESTING
     # what was imported stays: the garbage collector need not look at it again. Kernels in the interpreter import none
     if len(session.items) > _MANY and not kernels.interpreted():
         for name in _LATE:
