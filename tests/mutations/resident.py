@@ -8,6 +8,7 @@ _TESTS = "runtime/test_resident.py::"
 _BYTES = "runtime/test_resident_bytes.py::"
 _COPIES = "runtime/test_resident_copies.py::"
 _CHANGES = _TESTS + "test_changes_are_followed_at_the_next_call"
+_REFORGE = "hosts/adapters/test_reforge_resident.py::"
 _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 
 MUTATIONS = [
@@ -201,5 +202,46 @@ MUTATIONS = [
         "layers of a network that is gone, by Hypertile", "hosts/a1111/adapter.py",
         "[weakref.ref(m) for m in modules", "[lambda m=m: m for m in modules",
         ("hosts/adapters/test_a1111.py::test_what_is_known_of_a_network_keeps_none_of_its_layers",),
+    ),
+    Mutation(
+        "a UNet in 8 bits whose plans go to another one", "hosts/forge/resident.py",
+        "guarded(self._report, \"memory\", lambda other=other: self._leaves(other))", "pass",
+        (_REFORGE + "test_of_two_checkpoints_that_are_kept_each_has_its_own_weights",),
+    ),
+    Mutation(
+        "hooks, injections and callbacks on weights, in reForge", "hosts/forge/residence.py",
+        "return bool(hooks or callbacks or patcher.injections or _patched_otherwise(patcher))",
+        "return _patched_otherwise(patcher)",
+        (_REFORGE + "test_what_works_on_weights_by_itself_is_left_to_reforge",),
+    ),
+    Mutation(
+        "functions around single weights, in reForge", "hosts/forge/residence.py",
+        "or patcher.injections or _patched_otherwise(patcher))", "or patcher.injections)",
+        (_REFORGE + "test_what_works_on_weights_by_itself_is_left_to_reforge",),
+    ),
+    Mutation(
+        "layers that cast their weights, in reForge", "hosts/forge/residence.py",
+        'if getattr(model, "manual_cast_dtype", None) is not None:', "if False:",
+        (_REFORGE + "test_what_works_on_weights_by_itself_is_left_to_reforge",),
+    ),
+    Mutation(
+        "a UNet as a whole that leaves too little room for its forward", "hosts/forge/resident.py",
+        "if stays and usable <= bytes_of(model):", "if False:",
+        (_REFORGE + "test_without_room_for_all_of_it_and_a_forward_it_is_in_parts_once_8_bits_are_off",),
+    ),
+    Mutation(
+        "room that reForge does not tell", "hosts/forge/resident.py",
+        "usable = min(usable, known[2])", "pass",
+        (_REFORGE + "test_without_room_for_all_of_it_and_a_forward_it_is_in_parts_once_8_bits_are_off",),
+    ),
+    Mutation(
+        "the same at the end of a session", "hosts/forge/resident.py",
+        "whole = self._residence.shrinks or self._whole[found.module][2] > size", "whole = True",
+        (_REFORGE + "test_without_room_for_all_of_it_and_a_forward_it_is_in_parts_once_8_bits_are_off",),
+    ),
+    Mutation(
+        "a UNet in 8 bits whose patcher is gone", "hosts/forge/resident.py",
+        "if taken is not None and patcher is None:", "if False:",
+        ("hosts/adapters/test_forge_resident.py::test_at_the_end_of_a_session_after_the_patcher_of_an_image_is_gone",),
     ),
 ]

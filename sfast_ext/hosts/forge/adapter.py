@@ -11,10 +11,11 @@ from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import reasons, starting
 from sfast_ext.hosts.attachment import Attachment
-from sfast_ext.hosts.forge import probes
+from sfast_ext.hosts.forge import probes, residence
 from sfast_ext.hosts.forge.hooks import ForgeHooks
 from sfast_ext.hosts.forge.memory import ClassicMemory, ForgeMemory, OldMemory, ReforgeMemory
 from sfast_ext.hosts.forge.programs import CLASSIC, FORGE, NEO, REFORGE, Program
+from sfast_ext.hosts.forge.residence import Residence
 from sfast_ext.hosts.forge.resident import ResidentUnet
 from sfast_ext.hosts.forge.secondary import KEPT_CONTROLNETS, SecondaryNetworks
 from sfast_ext.hosts.forge.vae_room import VaeRoom
@@ -41,6 +42,7 @@ class ForgeSession(WebUISession):
     TESTED = ("neo 2.26",)
     NAME: ClassVar[str] = "neo"
     """What the program calls itself."""
+    RESIDENCE: ClassVar[Residence] = residence.NEO
     _make_memory: ClassVar[type[ForgeMemory]] = ForgeMemory
 
     def __init__(self, version: str, found: Examined | None = None) -> None:
@@ -53,7 +55,7 @@ class ForgeSession(WebUISession):
         self.attachments = (self._unets, *self._secondary.attachments, *small)
         self._memory = self._make_memory((*self._secondary.attachments, self._unets), self.report)
         self._vae_room = VaeRoom(self._memory.make_room, self.report)
-        self._resident = ResidentUnet(self._unets, self.config, self._memory.unrestored, self.report)
+        self._resident = ResidentUnet(self.RESIDENCE, self._unets, self.config, self._memory.unrestored, self.report)
 
     @classmethod
     def is_host(cls) -> bool:
@@ -106,7 +108,7 @@ class ForgeSession(WebUISession):
 
     def release_models(self) -> None:
         """Release every network that is accelerated."""
-        self._resident.before(Config(enabled=False))
+        self._resident.before(Config(enabled=False), None)
         super().release_models()
         self._secondary.release()
 
@@ -125,7 +127,7 @@ class ForgeSession(WebUISession):
         if reason is not None:
             self.report.bypassed(reason)
             unet = None
-        self._resident.before(config if unet is not None else Config(enabled=False))
+        self._resident.before(config if unet is not None else Config(enabled=False), unet)
         accelerator = self._unets.follow(unet, config)
         self._follow_vae(model)
         if self.found.has(probes.CONTROLNET):
@@ -183,7 +185,7 @@ class ReforgeSession(ForgeSession):
 
     PROGRAM = REFORGE
     HOST = "reForge"
-    FOLLOWS_RESIDENCE = False
+    RESIDENCE = residence.REFORGE
     PROBES = probes.REFORGE
     TESTED = ("1.0.0v2",)
     _make_memory = ReforgeMemory

@@ -41,11 +41,15 @@ def _controlnet(module: str) -> Probe:
     return probe(f"{module}:ControlNet", check=refers_to("control_model", "previous_controlnet"), feature=CONTROLNET)
 
 
-def _resident(patcher: str, management: str) -> tuple[Probe, ...]:
-    """What `resident.ResidentUnet` wraps and calls."""
+def _resident(patcher: str, management: str, *own: str) -> tuple[Probe, ...]:
+    """What `resident.ResidentUnet` wraps and calls.
+
+    Args:
+        own: attributes that this program alone has.
+    """
     attributes = (
         "model_loaded_weight_memory", "patches_uuid", "current_weight_patches_uuid", "patches", "offload_device",
-        "force_cast_weights", "weight_wrapper_patches", "weight_inplace_update", "forge_patched_weights", "backup",
+        "force_cast_weights", "weight_wrapper_patches", "weight_inplace_update", "backup", *own,
     )  # fmt: skip
     checks = {
         "partially_load": passes("self", "device_to", "extra_memory"),
@@ -54,7 +58,6 @@ def _resident(patcher: str, management: str) -> tuple[Probe, ...]:
         "patch_weight_to_device": passes("self", "key", "device_to"),
         "unpatch_model": takes("self", "device_to", unpatch_weights=True),
         "loaded_size": passes("self"),
-        "has_online_lora": takes("self"),
     }
     return (
         probe(f"{patcher}:ModelPatcher", check=refers_to(*attributes), feature=RESIDENT),
@@ -66,13 +69,13 @@ def _resident(patcher: str, management: str) -> tuple[Probe, ...]:
         ),
         probe(f"{management}:LoadedModel.model_memory", check=passes("self"), feature=RESIDENT),
         probe(f"{management}:LoadedModel.model_offloaded_memory", check=passes("self"), feature=RESIDENT),
+        probe(f"{management}:current_loaded_models", feature=(RESIDENT, VAE_ROOM)),
     )
 
 
 def _vae_room(vae: str, management: str) -> tuple[Probe, ...]:
     """What `vae_room.VaeRoom` wraps and calls."""
     return (
-        probe(f"{management}:current_loaded_models", feature=VAE_ROOM),
         probe(f"{management}:free_memory", check=takes("memory_required", "device", "keep_loaded"), feature=VAE_ROOM),
         probe(f"{management}:load_models_gpu", check=passes("models", "memory_required"), feature=VAE_ROOM),
         probe(f"{vae}:VAE", check=refers_to("first_stage_model", "vae_dtype", "device", "patcher"), feature=VAE_ROOM),
@@ -83,6 +86,7 @@ def _vae_room(vae: str, management: str) -> tuple[Probe, ...]:
 
 _LOADED_IN_PARTS = ("model_lowvram", "current_weight_patches_uuid", "weight_function")
 _BACKEND, _LDM = "backend.memory_management", "ldm_patched.modules.model_management"
+_LDM_PATCHER = "ldm_patched.modules.model_patcher"
 
 NEO: tuple[Probe, ...] = (
     *_FORGE,
@@ -90,7 +94,8 @@ NEO: tuple[Probe, ...] = (
     *_management(_BACKEND),
     *_loads_in_parts("backend.patcher.base"),
     probe("backend.patcher.base:ModelPatcher.unpin_all_weights", check=takes("self"), feature=MEMORY),
-    *_resident("backend.patcher.base", _BACKEND),
+    *_resident("backend.patcher.base", _BACKEND, "forge_patched_weights"),
+    probe("backend.patcher.base:ModelPatcher.has_online_lora", check=takes("self"), feature=RESIDENT),
     *_vae_room("backend.patcher.vae", _BACKEND),
     # of the extension for LoRA, which is built in
     probe("networks:model_lora_keys_unet", check=passes("model"), feature=LORA_NAMES),
@@ -115,19 +120,31 @@ _CAST = ("ldm_patched_cast_weights", "prev_ldm_patched_cast_weights")
 CLASSIC: tuple[Probe, ...] = (
     *_FORGE,
     probe(f"{_LDM}:LoadedModel", check=refers_to(*_CAST)),
-    probe("ldm_patched.modules.model_patcher:ModelPatcher", check=refers_to("patches", "backup", "offload_device")),
+    probe(f"{_LDM_PATCHER}:ModelPatcher", check=refers_to("patches", "backup", "offload_device")),
     *_management(_LDM),
     probe(f"{_LDM}:module_size", check=passes("module"), feature=MEMORY),
     probe(f"{_LDM}:LoadedModel.model_load", check=passes("self", "async_kept_memory"), feature=MEMORY),
-    probe("ldm_patched.modules.model_patcher:ModelPatcher.patch_model", check=passes("self"), feature=MEMORY),
+    probe(f"{_LDM_PATCHER}:ModelPatcher.patch_model", check=passes("self"), feature=MEMORY),
     _controlnet("ldm_patched.modules.controlnet"),
 )
 
 REFORGE: tuple[Probe, ...] = (
     *_FORGE,
-    probe("ldm_patched.modules.model_patcher:ModelPatcher", check=refers_to(*_LOADED_IN_PARTS, *_CAST)),
+    probe(f"{_LDM_PATCHER}:ModelPatcher", check=refers_to(*_LOADED_IN_PARTS, *_CAST)),
     *_management(_LDM),
     probe(f"{_LDM}:module_size", check=passes("module"), feature=MEMORY),
-    *_loads_in_parts("ldm_patched.modules.model_patcher"),
+    *_loads_in_parts(_LDM_PATCHER),
+    *_resident(
+        _LDM_PATCHER,
+        _LDM,
+        "ldm_patched_patched_weights",
+        "hook_patches",
+        "forced_hooks",
+        "current_hooks",
+        "callbacks",
+        "injections",
+    ),
+    *_vae_room("ldm_patched.modules.sd", _LDM),
+    probe("ldm_patched.modules.lora:model_lora_keys_unet", check=passes("model"), feature=LORA_NAMES),
     _controlnet("ldm_patched.modules.controlnet"),
 )

@@ -1,5 +1,5 @@
-"""Forge Neo's memory management for a UNet in 8 bits on a small card: the UNet is loaded as a whole, and half-precision
-weights of its layers in 8 bits stay in system memory.
+"""Memory management of Forge Neo and reForge for a UNet in 8 bits on a small card: the UNet is loaded as a whole, and
+half-precision weights of its layers in 8 bits stay in system memory.
 
 Forge asks what a model takes before it loads it, and loads it in parts if there is less room than that. Here it is told
 what the UNet takes with 8-bit weights, and of weights that stay in system memory it moves empty ones. The first image
@@ -10,9 +10,8 @@ of memory later, Forge loads the UNet in parts, as it would have done at once, a
 from __future__ import annotations
 
 import contextlib
-import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from sfast_ext.config import Config
 from sfast_ext.eight_bits import RESIDENT, SMALL, refusal_of
 from sfast_ext.hosts import gpu_room, reasons, system_memory
 from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.hosts.forge.residence import Residence, bytes_of, held, leave, load_anew, needs, on_gpu, patched_bytes
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import place_of
 from sfast_ext.hosts.session import guarded
@@ -34,8 +34,6 @@ from sfast_ext.runtime.call_server import building
 from sfast_ext.weights.aside import Hidden
 from sfast_ext.weights.original_layout import live_tensor, set_data
 
-UNETS = frozenset({"IntegratedUNet2DConditionModel"})
-"""The classes of the networks that are loaded so."""
 ALL = 1e32
 """Forge's number of bytes for a model that is to be loaded as a whole."""
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -47,6 +45,7 @@ class ResidentUnet:
     """Loads the UNets of Forge.
 
     Args:
+        residence: which of them are loaded so.
         unets: has their accelerators.
         config: gives the settings that hold now.
         unrestored: within, `state_dict()` of a model leaves its weights where they are.
@@ -54,13 +53,16 @@ class ResidentUnet:
 
     def __init__(
         self,
+        residence: Residence,
         unets: Attachment,
         config: Callable[[], Config],
         unrestored: Callable[[Any], contextlib.AbstractContextManager[None]],
         report: Report,
     ) -> None:
-        self._unets, self._config, self._unrestored, self._report = unets, config, unrestored, report
+        self._residence, self._unets, self._config, self._report = residence, unets, config, report
+        self._unrestored = unrestored
         self.installed = False
+        self._loaded_models: Callable[[], Iterable[Any]] = list
         self._hidden: Hidden | None = None
         self._loads: nn.Module | None = None
         # of each UNet that is loaded as a whole: how Forge would load it, of a patcher, and with how many bytes
@@ -79,6 +81,8 @@ class ResidentUnet:
         host.wrap("ModelPatcher.loaded_size", self._loaded_size)
         host.wrap("LoadedModel.model_memory", self._model_memory)
         host.wrap("LoadedModel.model_offloaded_memory", self._offloaded_memory)
+        management = host.found.place("current_loaded_models").owner
+        self._loaded_models = lambda: management.current_loaded_models
         self.installed = True
         host.add(self._uninstall)
 
@@ -87,7 +91,7 @@ class ResidentUnet:
         host.wrap("model_lora_keys_unet", self._names)
 
     def _uninstall(self) -> None:
-        self.installed = False
+        self.installed, self._loaded_models = False, list
 
     def _names(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         with self._unrestored(model):
@@ -106,12 +110,12 @@ class ResidentUnet:
     def _model_memory(self, original: Callable[..., Any], loaded: Any) -> Any:
         model = loaded.model.model
         found = self._in_8_bits(model)
-        return original(loaded) if found is None else max(0, _needs(found, model) - found.arena.banks.held)
+        return original(loaded) if found is None else max(0, needs(found, model) - found.arena.banks.held)
 
     def _offloaded_memory(self, original: Callable[..., Any], loaded: Any) -> Any:
         model = loaded.model.model
         found = self._in_8_bits(model)
-        return original(loaded) if found is None else max(0, _needs(found, model) - _held(found, model))
+        return original(loaded) if found is None else max(0, needs(found, model) - held(found, model))
 
     def _loaded_size(self, original: Callable[..., Any], patcher: Any) -> Any:
         self._count(patcher.model)
@@ -121,7 +125,7 @@ class ResidentUnet:
         """Note in the model what of it is on the GPU, while it is loaded. Forge reads it there."""
         found = self._in_8_bits(model)
         if found is not None and model.model_loaded_weight_memory > 0:
-            model.model_loaded_weight_memory = max(1, _held(found, model))
+            model.model_loaded_weight_memory = max(1, held(found, model))
 
     def _in_8_bits(self, model: Any) -> Accelerator | None:
         """The accelerator of a UNet that has 8-bit weights in place of those in half precision."""
@@ -133,7 +137,7 @@ class ResidentUnet:
 
     def _accelerator(self, model: Any) -> Accelerator | None:
         unet = getattr(model, "diffusion_model", None)
-        if type(unet).__name__ not in UNETS:
+        if type(unet).__name__ not in self._residence.networks:
             return None
         found = accelerator_of(unet)
         return found if isinstance(found, Accelerator) and self._unets.holds(unet) else None
@@ -159,7 +163,10 @@ class ResidentUnet:
         if found is None:
             return original(patcher, device_to, extra_memory, *args, **more)
         place, before = place_of(device_to), model.model_loaded_weight_memory
-        usable = extra_memory + _held(found, model)
+        usable, known = extra_memory + held(found, model), self._whole.get(found.module)
+        if known is not None and not self._residence.shrinks and extra_memory < 1:
+            # less than is there is never told
+            usable = min(usable, known[2])
         if place is not None and self._fits(found, patcher, place, usable):
             found.arena.resident.in_parts, self._loads = False, model
 
@@ -178,11 +185,11 @@ class ResidentUnet:
                 self._loads = None
         was_whole = self._whole.pop(found.module, None) is not None
         try:
-            return original(patcher, device_to, self._as_forge_has_it(found, patcher, usable), *args, **more)
+            return original(patcher, device_to, self._as_forge_has_it(found, patcher, usable, was_whole), *args, **more)
         finally:
             found.arena.resident.in_parts = bool(model.model_lowvram)
             if was_whole:
-                _load_anew(model)
+                load_anew(model)
 
     def _loaded(self, place: torch.device, load: Callable[[], Any]) -> bool:
         """Whether a UNet was loaded as a whole. Weights that get LoRA need more room next to it while they are made,
@@ -207,26 +214,25 @@ class ResidentUnet:
         self._missing.pop(unet, None)
         if place.type != "cuda" or not self._is_on(found) or place_of(patcher.offload_device) is not None:
             return False
-        online = patcher.has_online_lora() or patcher.force_cast_weights or patcher.weight_wrapper_patches
-        if online or patcher.weight_inplace_update or not found.installed():
+        if self._residence.changed_otherwise(patcher) or not found.installed():
             return False
-        size, kinds = _bytes(model), {(type(p), p.dtype) for p in unet.parameters()}
-        computed = getattr(model, "computation_dtype", None)
+        size, kinds = bytes_of(model), {(type(p), p.dtype) for p in unet.parameters()}
+        computed = self._residence.computed(model)
         if kinds != {(nn.Parameter, computed)} or computed not in _HALF or refusal_of(place) is not None:
             return False
-        if torch.cuda.get_device_properties(place).total_memory >= SMALL * _bytes(unet) or usable >= ALL / 2:
+        if torch.cuda.get_device_properties(place).total_memory >= SMALL * bytes_of(unet) or usable >= ALL / 2:
             # or the user wants all models to be loaded as a whole
             return False
-        if not system_memory.has_room_for(_patched_bytes(patcher)):
+        if not system_memory.has_room_for(patched_bytes(patcher)):
             return False
         if found.arena.resident.banks:
-            return usable >= _needs(found, model)
-        free, needed = gpu_room.free_bytes() + _held(found, model), size + gpu_room.WORKSPACE
+            return usable >= needs(found, model)
+        free, needed = gpu_room.free_bytes() + held(found, model), size + gpu_room.WORKSPACE
         if free < needed:
             self._missing[unet] = reasons.IN_PARTS_FIRST(f"{needed / 2**30:.1f}", f"{free / 2**30:.1f}")
         return free >= needed and usable >= RESIDENT * size
 
-    def _as_forge_has_it(self, found: Accelerator, patcher: Any, usable: float) -> float:
+    def _as_forge_has_it(self, found: Accelerator, patcher: Any, usable: float, was_whole: bool) -> float:
         """Before Forge loads a UNet in half precision: nothing of it is on the GPU that Forge does not know of. Returns
         how many more bytes of those for its weights it may take: what failed before may have moved it off the GPU."""
         model, resident = patcher.model, found.arena.resident
@@ -238,8 +244,12 @@ class ResidentUnet:
                     # Forge takes them for loaded
                     patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
                 else:
-                    model.model_loaded_weight_memory = _on_gpu(model)
-        return usable - _held(found, model)
+                    model.model_loaded_weight_memory = on_gpu(model)
+        stays = was_whole and not self._residence.shrinks and model.model_loaded_weight_memory > 0
+        if stays and usable <= bytes_of(model):
+            # as a whole, which leaves too little room for its forward
+            patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
+        return usable - held(found, model)
 
     def _free_plans(self, device: torch.device) -> None:
         """Graphs and 8-bit weights give way, as far as they can: on a full card that may fail, and no image ends."""
@@ -263,7 +273,7 @@ class ResidentUnet:
             nonlocal freed
             before = gpu_room.free_bytes()
             needed = before + memory_to_free
-            gpu_room.make_room(needed, [lambda: _leave(found), *gpu_room.givers(needed, self._report, _WHY)])
+            gpu_room.make_room(needed, [lambda: leave(found), *gpu_room.givers(needed, self._report, _WHY)])
             freed = max(0.0, gpu_room.free_bytes() - before)
 
         guarded(self._report, "memory", give)
@@ -305,9 +315,9 @@ class ResidentUnet:
 
     def in_parts(self, found: Accelerator) -> bool:
         """Have Forge load a UNet as it would have done without 8 bits. Whether it did."""
-        taken = self._whole.pop(found.module, None)
-        patcher = None if taken is None else taken[0]()
-        if taken is None or patcher is None or not patcher.model.model_loaded_weight_memory:
+        taken, patcher = self._whole.get(found.module), self._loader(found.module)
+        self._whole.pop(found.module, None)
+        if taken is None or patcher is None:
             return False
         found.arena.resident.in_parts = True
         if found.arena.resident.device is not None:
@@ -323,7 +333,7 @@ class ResidentUnet:
         torch.cuda.empty_cache()
         # others may have taken memory since it was loaded
         taken[1](patcher, max(1, min(taken[2], gpu_room.free_bytes() - gpu_room.WORKSPACE)))
-        _load_anew(patcher.model)
+        load_anew(patcher.model)
         return True
 
     def _refuse(self, found: Accelerator) -> None:
@@ -331,70 +341,51 @@ class ResidentUnet:
         self._report.count("out_of_memory")
         self._report.event("8 bits", _SHORT)
 
-    def before(self, config: Config) -> None:
-        """Settings are about to hold, or the session ends: without 8 bits, weights that stayed in system memory come to
-        the GPU if there is room for all of them; what is free may be in pieces. Forge loads it in parts otherwise."""
+    def _loader(self, unet: nn.Module) -> Any:
+        """A patcher of a UNet that is loaded as a whole; None if it has left the GPU since."""
+        taken = self._whole.get(unet)
+        patcher = None if taken is None else taken[0]()
+        if taken is not None and patcher is None:
+            # a clone for one image, which is gone: Forge has one that it was made of
+            others = (each.model for each in self._loaded_models())
+            patcher = next((p for p in others if getattr(p.model, "diffusion_model", None) is unet), None)
+        return patcher if patcher is not None and patcher.model.model_loaded_weight_memory else None
+
+    def before(self, config: Config, unet: nn.Module | None) -> None:
+        """A UNet is about to be accelerated by these settings, none if the session ends.
+
+        All other UNets leave the GPU: their plans go to this one, or are dropped. Without 8 bits, weights that stayed
+        in system memory come to the GPU if there is room for all of them; what is free may be in pieces. Forge loads
+        them in parts otherwise."""
+        for other in [each for each in self._whole if each is not unet and unet is not None]:
+            guarded(self._report, "memory", lambda other=other: self._leaves(other))  # type: ignore[misc]
         if config.enabled and config.eight_bits:
             return
         for unet in list(self._whole):
             if (found := accelerator_of(unet)) is not None:
                 guarded(self._report, "memory", lambda found=found: self._give_up(found))  # type: ignore[misc]
 
+    def _leaves(self, unet: nn.Module) -> None:
+        patcher = self._loader(unet)
+        self._whole.pop(unet, None)
+        if patcher is not None:
+            # Forge takes weights for loaded that are in system memory
+            patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
+
     def _give_up(self, found: Accelerator) -> None:
-        taken, resident = self._whole.get(found.module), found.arena.resident
-        patcher = None if taken is None else taken[0]()
-        if patcher is None or not patcher.model.model_loaded_weight_memory or resident.device is None:
+        patcher, resident = self._loader(found.module), found.arena.resident
+        if patcher is None or resident.device is None:
             self._whole.pop(found.module, None)
             return
-        model = patcher.model
+        model, size = patcher.model, bytes_of(patcher.model)
         pool_of(resident.device).make_room(self._report, _WHY)
-        missing = _bytes(model) - _on_gpu(model)
-        if not missing or gpu_room.free_bytes() >= missing + gpu_room.WORKSPACE:
+        missing = size - on_gpu(model)
+        # else it would stay as a whole, with too little room for its forward
+        whole = self._residence.shrinks or self._whole[found.module][2] > size
+        if whole and (not missing or gpu_room.free_bytes() >= missing + gpu_room.WORKSPACE):
             found.bring_weights_back()
-        if _on_gpu(model) < _bytes(model):
+        if not whole or on_gpu(model) < size:
             self.in_parts(found)
         else:
             self._whole.pop(found.module, None)
-            model.model_loaded_weight_memory = _on_gpu(model)
-
-
-def _leave(found: Accelerator) -> None:
-    """Half-precision weights that came back for the original forward leave the GPU."""
-    arena = found.arena
-    assert arena.resident.device is not None
-    with arena.exclusively(arena.resident.device):
-        arena.resident.leave()
-
-
-def _load_anew(model: Any) -> None:
-    """Have Forge load a model in parts anew with the next image, as after a change of LoRA. More of it may fit then, as
-    plans are gone: Forge's `load()` would add LoRA twice to a weight that had room before and has none now, and would
-    drop LoRA that is applied in each call from layers that are loaded already."""
-    if model.model_lowvram:
-        # those of none of its patchers
-        model.current_weight_patches_uuid = uuid.uuid4()
-
-
-def _patched_bytes(patcher: Any) -> int:
-    """What weights take that get LoRA, next to those without it."""
-    if patcher.model.current_weight_patches_uuid == patcher.patches_uuid:
-        return 0
-    return sum(p.nbytes for key, p in patcher.model.named_parameters() if key in patcher.patches)
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters())
-
-
-def _on_gpu(module: nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters() if p.is_cuda)
-
-
-def _needs(found: Accelerator, model: nn.Module) -> int:
-    """What a UNet takes on the GPU with 8-bit weights."""
-    return _bytes(model) - found.arena.resident.bytes + sum(bank.bytes for bank in found.arena.resident.banks)
-
-
-def _held(found: Accelerator, model: nn.Module) -> int:
-    """What is on the GPU of a UNet, and of its weights in 8 bits."""
-    return _on_gpu(model) + found.arena.banks.held
+            model.model_loaded_weight_memory = on_gpu(model)

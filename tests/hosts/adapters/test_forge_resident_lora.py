@@ -8,9 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
-from hosts.adapters.test_forge_resident import SIZE, SMALL, Running, of, on, room, shown  # noqa: F401
-from hosts.standins.forge_neo_patcher import ModelPatcher
-from sfast_ext.hosts.forge import adapter as forge
+from hosts.adapters.resident_forge import SIZE, SMALL, Running, room, shown
+from hosts.adapters.test_forge_resident import on  # noqa: F401
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.weights.banks import Bank
 from sfast_ext.weights.resident import Resident
@@ -43,7 +42,7 @@ def test_a_lora_is_right_after_forge_had_to_load_in_parts(on: Running) -> None: 
 @room(1.6, 1.45)
 def test_if_the_first_forward_with_a_lora_runs_out_of_memory(on: Running) -> None:  # noqa: F811
     on.lora(a=-1.0)
-    wanted = of(1, a=-1.0)
+    wanted = on.of(1, a=-1.0)
     conv, real = on.host.unet.out[2], type(on.host.unet.out[2]).forward
 
     def short(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +68,7 @@ def test_if_all_of_it_cannot_be_loaded_it_is_in_parts_at_once(on: Running, retur
         # an extension's hook keeps plans from running, and all weights are there
         on.host.unet.middle_block.register_forward_hook(lambda module, given, result: result)
         assert on.picture() < 0.06 and not on.away
-    real = ModelPatcher.load
+    real = on.patcher.load
 
     def short(patcher: Any, *args: Any, full_load: bool = False, **more: Any) -> None:
         if full_load:
@@ -77,9 +76,9 @@ def test_if_all_of_it_cannot_be_loaded_it_is_in_parts_at_once(on: Running, retur
         real(patcher, *args, full_load=full_load, **more)
 
     on.lora(a=1.0)
-    wanted = of(1, a=1.0)
+    wanted = on.of(1, a=1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelPatcher, "load", short)
+        patch.setattr(on.patcher, "load", short)
         found = shown(on.host.generate().to("cpu"))
     assert relative_error([found], [wanted]) < 1e-2 and on.model.model_lowvram
     # as much of it as Forge has room for
@@ -104,7 +103,7 @@ def test_8_bit_weights_that_cannot_be_freed_end_no_image(on: Running, monkeypatc
     error = on.picture(steps, size)
     # layers have kept the layout that plans gave them, which rounds otherwise, as it does without us
     kept = tuple(name for name, p in on.host.unet.named_parameters() if not p.is_contiguous())
-    laid, plain = (of(on.seed, steps, size, names, **on.loras) for names in (kept, ()))
+    laid, plain = (on.of(on.seed, steps, size, names, **on.loras) for names in (kept, ()))
     assert error == pytest.approx(relative_error([laid], [plain]), abs=1e-6) and failed and on.model.model_lowvram
     assert on.picture() < 1e-3 and on.model.model_lowvram
     on.lora()
@@ -130,7 +129,7 @@ def test_at_the_end_of_a_session_weights_that_cannot_come_back(
         return real(resident)
 
     monkeypatch.setattr(Resident, "bring_back", short)
-    forge.ForgeSession.stop()
+    on.kind.stop()
     there = sum(p.nbytes for p in on.host.unet.parameters() if p.is_cuda)
     assert failed and on.model.model_loaded_weight_memory >= there - SMALL and on.card.used < there + SMALL
     assert on.picture() < 1e-3
@@ -145,8 +144,8 @@ def test_forges_own_fault(
     mended: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    forge.ForgeSession.stop()
-    monkeypatch.setattr(ModelPatcher, "MENDED", mended)
+    on.kind.stop()
+    monkeypatch.setattr(on.patcher, "MENDED", mended)
     on.lora(online=online, a=-1.0)
     assert on.picture() == 0 and on.model.model_lowvram
     # another program takes 2 % less

@@ -13,9 +13,9 @@ pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs st
 from pairs import one_of
 from torch import fx
 
-from hosts.adapters.test_forge_resident import SIZE, SMALL, Running, of, on, room  # noqa: F401
+from hosts.adapters.resident_forge import SIZE, SMALL, Running, of, room
+from hosts.adapters.test_forge_resident import on  # noqa: F401
 from sfast_ext.accelerator import Accelerator
-from sfast_ext.hosts.forge import adapter as forge
 from sfast_ext.plans.plan import Plan
 from sfast_ext.weights.banks import Bank
 from sfast_ext.weights.weight import Weight
@@ -94,7 +94,7 @@ def test_while_it_is_on(on: Running) -> None:  # noqa: F811
     pictures(on)
     assert on.away and held(on) <= away + banks + SMALL
     report = on.session.report
-    forge.ForgeSession.stop()
+    on.kind.stop()
     assert report.counter("errors") == 0
 
 

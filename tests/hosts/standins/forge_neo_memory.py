@@ -55,38 +55,30 @@ class LoadedModel:
         return True
 
 
-class Host(forge.Host):
-    """The WebUI. `reserve` bytes are what it leaves free for a forward."""
+class Managed(forge.Host):
+    """A WebUI that loads models in parts. `reserve` bytes are what it leaves free for a forward."""
 
-    LAYER = Layer
-    DTYPE = torch.float32
+    FACTOR = 1.1
+    """How much of what models take is to be free before they are loaded."""
+    AGAIN = False
+    """Whether it makes room a second time for the forward alone."""
+    FLOOR = False
+    """Whether a model that is on the GPU is never told to give something of it back when it is loaded."""
     reserve = 0
 
     def __init__(self, settings: dict[str, Any], place: torch.device) -> None:
         super().__init__(settings, place)
         self.current: list[LoadedModel] = []
 
-    def modules(self) -> dict[str, ModuleType]:
-        found = super().modules()
-        memory = found["backend.memory_management"]
-        memory.get_free_memory = self._free_bytes  # type: ignore[attr-defined]
-        memory.LoadedModel, memory.load_models_gpu = LoadedModel, self._load_models  # type: ignore[attr-defined]
-        memory.current_loaded_models = self.current  # type: ignore[attr-defined]
-        found["backend.patcher"].base = base = _module("backend.patcher.base", ModelPatcher=ModelPatcher)  # type: ignore[attr-defined]
-
-        def model_lora_keys_unet(model: Any, key_map: Any = None) -> list[str]:
-            return list(model.state_dict())
-
-        names = _module("networks", model_lora_keys_unet=model_lora_keys_unet)
-        return {**found, "backend.patcher.base": base, "networks": names}
-
-    def _made(self, seed: int, channels: int, unet: Any) -> Any:
-        unet = make_unet(seed, channels, dtype=self.DTYPE) if unet is None else unet
-        return ModelPatcher(KModel(unet, self.DTYPE), self.place)
-
-    def lora(self, *args: Any, **kwargs: Any) -> None:
-        sys.modules["networks"].model_lora_keys_unet(self.model_data.sd_model.original.model)
-        super().lora(*args, **kwargs)
+    def _managing(self) -> dict[str, Any]:
+        """Names of its memory management, and what they stand for."""
+        return {
+            "free_memory": self._free,
+            "get_free_memory": self._free_bytes,
+            "LoadedModel": LoadedModel,
+            "load_models_gpu": self._load_models,
+            "current_loaded_models": self.current,
+        }
 
     def _drop(self) -> None:
         # it leaves the GPU before it is dropped
@@ -116,7 +108,7 @@ class Host(forge.Host):
     def _unload_all(self) -> None:
         self.memory.free_memory(1e30, self.place)
 
-    def _load_models(self, models: list[ModelPatcher], memory_required: float = 0) -> None:
+    def _load_models(self, models: list[Any], memory_required: float = 0) -> None:
         extra = max(self.reserve, memory_required)
         to_load = []
         for patcher in models:
@@ -125,11 +117,13 @@ class Host(forge.Host):
         for loaded in to_load:
             self.current[:] = [each for each in self.current if not loaded.model.is_clone(each.model)]
         required = sum(each.model_memory_required(each.device) for each in to_load)
-        self.memory.free_memory(required * 1.1 + extra, self.place)
+        self.memory.free_memory(required * self.FACTOR + extra, self.place)
+        if self.AGAIN and self._free_bytes(self.place) < extra:
+            self.memory.free_memory(extra, self.place)
         for loaded in to_load:
             there = loaded.model_loaded_memory()
             usable = max(0, self._free_bytes(self.place) + there - extra)
-            loaded.model_load((usable - there) or 0.1)
+            loaded.model_load(max(0.1, usable - there) if self.FLOOR else (usable - there) or 0.1)
             self.current.insert(0, loaded)
 
     def _load(self, patcher: Any) -> None:
@@ -138,11 +132,45 @@ class Host(forge.Host):
     needed = 0
     """Bytes that Forge expects a forward of the next image to take."""
 
-    def another(self, size: int, needed: int = 0) -> ModelPatcher:
+    def _module_of(self, size: int) -> Any:
+        return Another(size)
+
+    def patcher_of(self, size: int) -> Any:
+        """The patcher of a model of so many bytes."""
+        return type(self.model_data.sd_model.original)(self._module_of(size), self.place)
+
+    def another(self, size: int, needed: int = 0) -> Any:
         """A text encoder or a VAE is loaded; its work takes so many bytes."""
-        patcher = ModelPatcher(Another(size), self.place)
+        patcher = self.patcher_of(size)
         self.memory.load_models_gpu([patcher], needed)
         return patcher
+
+
+class Host(Managed):
+    """The WebUI."""
+
+    LAYER = Layer
+    DTYPE = torch.float32
+
+    def modules(self) -> dict[str, ModuleType]:
+        found = super().modules()
+        for name, value in self._managing().items():
+            setattr(found["backend.memory_management"], name, value)
+        found["backend.patcher"].base = base = _module("backend.patcher.base", ModelPatcher=ModelPatcher)  # type: ignore[attr-defined]
+
+        def model_lora_keys_unet(model: Any, key_map: Any = None) -> list[str]:
+            return list(model.state_dict())
+
+        names = _module("networks", model_lora_keys_unet=model_lora_keys_unet)
+        return {**found, "backend.patcher.base": base, "networks": names}
+
+    def _made(self, seed: int, channels: int, unet: Any) -> Any:
+        unet = make_unet(seed, channels, dtype=self.DTYPE) if unet is None else unet
+        return ModelPatcher(KModel(unet, self.DTYPE), self.place)
+
+    def lora(self, *args: Any, **kwargs: Any) -> None:
+        sys.modules["networks"].model_lora_keys_unet(self.model_data.sd_model.original.model)
+        super().lora(*args, **kwargs)
 
 
 @contextmanager

@@ -96,8 +96,8 @@ def modules(package: str) -> dict[str, ModuleType]:
 
 
 class VAE:
-    """Forge Neo's `backend.patcher.vae.VAE`: it asks for memory before it decodes or encodes, and decodes in tiles if
-    that was too little."""
+    """Forge Neo's `backend.patcher.vae.VAE`, and reForge's `ldm_patched.modules.sd.VAE`: it asks for memory before it
+    decodes or encodes, and decodes in tiles if that was too little."""
 
     def __init__(self, first_stage_model: nn.Module, patcher: Any = None, device: Any = "cpu") -> None:
         self.first_stage_model, self.patcher, self.device = first_stage_model, patcher, torch.device(device)
@@ -106,7 +106,8 @@ class VAE:
 
     @property
     def _memory(self) -> Any:
-        return sys.modules["backend.memory_management"]
+        name = "backend.memory_management"
+        return sys.modules[name if name in sys.modules else "ldm_patched.modules.model_management"]
 
     def memory_used(self, shape: Any) -> int:
         """By a formula; of each image."""
@@ -143,7 +144,10 @@ def vae(seed: int) -> Any:
 def control(host: Any, *units: ControlNet) -> None:
     """The units of the next images, in a clone of the UNet's patcher, as a script adds them."""
     objects = host.model_data.sd_model.forge_objects
-    objects.unet = objects.unet.clone()
+    # an image begins with the patcher that had none yet
+    before = getattr(objects.unet, "before_control", objects.unet)
+    objects.unet = before.clone()
+    objects.unet.before_control = before
     linked: ControlNet | None = None
     for unit in units:
         unit.set_previous_controlnet(linked)

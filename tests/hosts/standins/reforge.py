@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from hosts.standins import forge, forge_shared
+from hosts.standins import forge, forge_secondary, forge_shared
+from hosts.standins.a1111 import _module
+from hosts.standins.reforge_patcher import ModelPatcher
 
 
 class Layer:
@@ -56,85 +59,6 @@ class BaseModel(forge.KModel):
     """What has the UNet and calls it."""
 
 
-class ModelPatcher:
-    """Patches of weights for a model: merged if the weight goes to the GPU, else computed in each call."""
-
-    # not inherited: a test takes methods away
-    __init__ = forge.ModelPatcher.__init__  # type: ignore[assignment]
-    clone, _merged = forge.ModelPatcher.clone, forge.ModelPatcher._merged
-    model: Any
-
-    def add_patches(self, patches: dict[str, str], strength_patch: float = 1.0, **more: Any) -> None:
-        forge.ModelPatcher.add_patches(self, patches, strength_patch)  # type: ignore[arg-type]
-
-    def load(
-        self,
-        device_to: Any = None,
-        lowvram_model_memory: float = 0,
-        force_patch_weights: bool = False,
-        full_load: bool = False,
-    ) -> None:
-        kept, apart = 0.0, False
-        for path, layer in [each for each in self.model.named_modules() if isinstance(each[1], Layer)]:
-            size = sum(p.nbytes for p in layer.parameters())  # type: ignore[attr-defined]
-            key = f"{path}.weight"
-            if not full_load and kept + size >= lowvram_model_memory:
-                apart = True
-                if "prev_ldm_patched_cast_weights" not in vars(layer):
-                    layer.prev_ldm_patched_cast_weights = layer.ldm_patched_cast_weights  # type: ignore[attr-defined]
-                    layer.ldm_patched_cast_weights = True
-                layer.weight_function = [functools.partial(self._merged, key)] if key in self.patches else []
-                continue
-            kept += size
-            self._wipe(layer)
-            if key in self.patches and key not in self.backup:
-                # if the model is in system memory, this is the parameter itself
-                self.backup[key] = layer.weight.to(self.offload_device)  # type: ignore[attr-defined]
-                weight = self._merged(key, layer.weight.to(device_to))  # type: ignore[attr-defined]
-                layer.weight = nn.Parameter(weight, requires_grad=False)  # type: ignore[attr-defined]
-            layer.to(device_to)  # type: ignore[attr-defined]
-        if not apart:
-            self.model.to(device_to)
-        self.model.model_lowvram = apart
-        self.model.loaded, self.model.current_weight_patches_uuid = True, self.patches_uuid
-
-    def _wipe(self, layer: Any) -> None:
-        if "prev_ldm_patched_cast_weights" in vars(layer):
-            layer.ldm_patched_cast_weights = layer.prev_ldm_patched_cast_weights
-            del layer.prev_ldm_patched_cast_weights
-        layer.weight_function, layer.bias_function = [], []
-
-    def partially_unload(self, device_to: Any, memory_to_free: float = 0) -> float:
-        """Layers go to system memory, until so much is freed."""
-        freed = 0.0
-        for path, layer in [each for each in self.model.named_modules() if isinstance(each[1], Layer)]:
-            if freed > memory_to_free:
-                break
-            key = f"{path}.weight"
-            if key in self.backup:
-                layer.weight = nn.Parameter(self.backup.pop(key), requires_grad=False)  # type: ignore[attr-defined]
-                layer.weight_function = [functools.partial(self._merged, key)]
-            layer.to(device_to)  # type: ignore[attr-defined]
-            freed += sum(p.nbytes for p in layer.parameters())  # type: ignore[attr-defined]
-            layer.prev_ldm_patched_cast_weights = layer.ldm_patched_cast_weights  # type: ignore[attr-defined]
-            layer.ldm_patched_cast_weights = True
-        self.model.in_part = self.model.model_lowvram = True
-        return freed
-
-    def detach(self) -> None:
-        forge.ModelPatcher.detach(self)  # type: ignore[arg-type]
-        for layer in self.model.modules():
-            if isinstance(layer, Layer):
-                self._wipe(layer)
-        self.model.model_lowvram = self.model.in_part = False
-
-    def partially_load(self, device: Any, kept: float = -1) -> None:
-        if self.model.current_weight_patches_uuid not in (None, self.patches_uuid):
-            self.detach()
-        if not self.model.loaded or self.model.in_part:
-            self.load(device, lowvram_model_memory=kept, full_load=kept < 0)
-
-
 class Host(forge_shared.LdmHost):
     """The WebUI."""
 
@@ -143,11 +67,30 @@ class Host(forge_shared.LdmHost):
     KIND, LINEAR, CONV2D = UNetModel, Linear, Conv2d
     MODEL, PATCHER = BaseModel, ModelPatcher
 
+    def modules(self) -> dict[str, ModuleType]:
+        found = super().modules()
+        package, inner = (
+            "ldm_patched.modules",
+            {"sd": {"VAE": forge_secondary.VAE}, "lora": {"model_lora_keys_unet": _names}},
+        )
+        for name, values in inner.items():
+            module = found[f"{package}.{name}"] = _module(f"{package}.{name}", **values)
+            setattr(found[package], name, module)
+        return found
+
+    def _management(self) -> dict[str, Any]:
+        memory = {"LoadedModel": forge.LoadedModel, "current_loaded_models": []}
+        return {**super()._management(), **memory, "load_models_gpu": lambda models, memory_required=0: None}
+
     def _load(self, patcher: ModelPatcher) -> None:
         self._measure(patcher)
         self.loaded[:] = [each for each in self.loaded if each.model is not patcher.model]
-        patcher.partially_load(self.place, self.kept)
+        patcher.partially_load(self.place, 1e32 if self.kept < 0 else self.kept)
         self.loaded.append(patcher)
+
+
+def _names(model: nn.Module, key_map: Any = None) -> list[str]:
+    return list(model.state_dict())
 
 
 make_unet = Host.make_unet

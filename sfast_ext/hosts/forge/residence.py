@@ -1,0 +1,107 @@
+"""Which UNets are loaded as a whole with 8 bits on a small card, and what these take of the GPU; see `resident`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfast_ext.accelerator import Accelerator
+
+
+@dataclass(frozen=True)
+class Residence:
+    """What differs between the programs.
+
+    Args:
+        networks: the classes of the UNets.
+        computed: the dtype that the model around a UNet computes in; None if its layers cast their weights.
+        changed_otherwise: whether a patcher changes weights or layers by more than LoRA that it merges when it loads.
+        shrinks: whether a UNet that is on the GPU as a whole is loaded in parts with the next image, if a forward would
+            have too little room next to it. Else it is not even said how little there is.
+    """
+
+    networks: frozenset[str]
+    computed: Callable[[Any], torch.dtype | None]
+    changed_otherwise: Callable[[Any], bool]
+    shrinks: bool
+
+
+def _patched_otherwise(patcher: Any) -> bool:
+    return bool(patcher.force_cast_weights or patcher.weight_wrapper_patches or patcher.weight_inplace_update)
+
+
+NEO = Residence(
+    frozenset({"IntegratedUNet2DConditionModel"}),
+    lambda model: getattr(model, "computation_dtype", None),
+    lambda patcher: patcher.has_online_lora() or _patched_otherwise(patcher),
+    shrinks=True,
+)
+
+
+def _reforge_computed(model: Any) -> torch.dtype | None:
+    if getattr(model, "manual_cast_dtype", None) is not None:
+        return None
+    return getattr(getattr(model, "diffusion_model", None), "dtype", None)
+
+
+def _reforge_changed_otherwise(patcher: Any) -> bool:
+    # hooks write to weights between two steps; callbacks and injections are code of extensions around a load
+    hooks = patcher.hook_patches or patcher.forced_hooks or patcher.current_hooks
+    callbacks = any(found for each in patcher.callbacks.values() for found in each.values())
+    return bool(hooks or callbacks or patcher.injections or _patched_otherwise(patcher))
+
+
+REFORGE = Residence(frozenset({"UNetModel"}), _reforge_computed, _reforge_changed_otherwise, shrinks=False)
+
+
+def bytes_of(module: nn.Module) -> int:
+    """What the parameters of a module take."""
+    return sum(p.nbytes for p in module.parameters())
+
+
+def on_gpu(module: nn.Module) -> int:
+    """The same of those that are on a GPU."""
+    return sum(p.nbytes for p in module.parameters() if p.is_cuda)
+
+
+def needs(found: Accelerator, model: nn.Module) -> int:
+    """What a UNet takes on the GPU with 8-bit weights.
+
+    Args:
+        model: the one around it.
+    """
+    return bytes_of(model) - found.arena.resident.bytes + sum(bank.bytes for bank in found.arena.resident.banks)
+
+
+def held(found: Accelerator, model: nn.Module) -> int:
+    """What is on the GPU of a UNet, and of its weights in 8 bits."""
+    return on_gpu(model) + found.arena.banks.held
+
+
+def patched_bytes(patcher: Any) -> int:
+    """What weights take that get LoRA, next to those without it."""
+    if patcher.model.current_weight_patches_uuid == patcher.patches_uuid:
+        return 0
+    return sum(p.nbytes for key, p in patcher.model.named_parameters() if key in patcher.patches)
+
+
+def leave(found: Accelerator) -> None:
+    """Half-precision weights that came back for the original forward leave the GPU."""
+    arena = found.arena
+    assert arena.resident.device is not None
+    with arena.exclusively(arena.resident.device):
+        arena.resident.leave()
+
+
+def load_anew(model: Any) -> None:
+    """Have Forge load a model in parts anew with the next image, as after a change of LoRA. More of it may fit then, as
+    plans are gone: Forge's `load()` would add LoRA twice to a weight that had room before and has none now, and would
+    drop LoRA that is applied in each call from layers that are loaded already."""
+    if model.model_lowvram:
+        # those of none of its patchers
+        model.current_weight_patches_uuid = uuid.uuid4()
