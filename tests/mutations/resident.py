@@ -209,6 +209,12 @@ MUTATIONS = [
         (_REFORGE + "test_of_two_checkpoints_that_are_kept_each_has_its_own_weights",),
     ),
     Mutation(
+        "a card that is too small for reForge", "hosts/forge/residence.py",
+        "return card >= self.least * bytes_of(unet)", "return True",
+        ("hosts/adapters/test_reforge_resident.py::"
+         "test_on_a_card_without_room_for_a_forward_next_to_all_weights_it_stays_in_parts",),
+    ),
+    Mutation(
         "hooks, injections and callbacks on weights, in reForge", "hosts/forge/residence.py",
         "return bool(hooks or callbacks or patcher.injections or _patched_otherwise(patcher))",
         "return _patched_otherwise(patcher)",

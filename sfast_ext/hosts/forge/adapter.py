@@ -83,8 +83,8 @@ class ForgeSession(WebUISession):
             host.feature(probes.LORA_NAMES, lambda: self._resident.install_names(host))
 
     def follows_residence(self) -> bool:
-        """If Forge's functions are those that are known."""
-        return self._resident.installed
+        """If Forge's functions are those that are known, and the card has room for the UNet as a whole."""
+        return self._resident.follows(self.unet_of(self.model()))
 
     def host_version(self) -> str:
         """What the program calls itself, and its release if it has one."""

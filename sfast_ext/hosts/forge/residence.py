@@ -23,12 +23,19 @@ class Residence:
         changed_otherwise: whether a patcher changes weights or layers by more than LoRA that it merges when it loads.
         shrinks: whether a UNet that is on the GPU as a whole is loaded in parts with the next image, if a forward would
             have too little room next to it. Else it is not even said how little there is.
+        least: memory of a card, as a multiple of the UNet's weights, with less of which the original forward has too
+            little room next to all of them; 0: what is free then tells.
     """
 
     networks: frozenset[str]
     computed: Callable[[Any], torch.dtype | None]
     changed_otherwise: Callable[[Any], bool]
     shrinks: bool
+    least: float
+
+    def suits(self, card: int, unet: nn.Module) -> bool:
+        """Whether a card of so many bytes has room for a UNet as a whole."""
+        return card >= self.least * bytes_of(unet)
 
 
 def _patched_otherwise(patcher: Any) -> bool:
@@ -40,6 +47,7 @@ NEO = Residence(
     lambda model: getattr(model, "computation_dtype", None),
     lambda patcher: patcher.has_online_lora() or _patched_otherwise(patcher),
     shrinks=True,
+    least=0.0,
 )
 
 
@@ -56,7 +64,14 @@ def _reforge_changed_otherwise(patcher: Any) -> bool:
     return bool(hooks or callbacks or patcher.injections or _patched_otherwise(patcher))
 
 
-REFORGE = Residence(frozenset({"UNetModel"}), _reforge_computed, _reforge_changed_otherwise, shrinks=False)
+REFORGE = Residence(
+    frozenset({"UNetModel"}),
+    _reforge_computed,
+    _reforge_changed_otherwise,
+    shrinks=False,
+    # of SDXL 8 GB are 1.67, and 6 GB, on which memory ran out in the first image, 1.25
+    least=1.4,
+)
 
 
 def bytes_of(module: nn.Module) -> int:

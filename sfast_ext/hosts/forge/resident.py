@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext import torch_state
+from sfast_ext import host_gpu, torch_state
 from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.config import Config
 from sfast_ext.eight_bits import RESIDENT, SMALL, refusal_of
@@ -100,6 +100,12 @@ class ResidentUnet:
     def allows(self, unet: nn.Module | None, size: int) -> bool:
         """Whether weights of so many bytes may leave the GPU."""
         return unet is not None and unet in self._whole and system_memory.has_room_for(size)
+
+    def follows(self, unet: nn.Module | None) -> bool:
+        """Whether Forge's functions are those that are known, and the card has room for a UNet as a whole."""
+        if unet is None or not self.installed or not self._residence.least or not torch.cuda.is_available():
+            return self.installed
+        return self._residence.suits(torch.cuda.get_device_properties(host_gpu.device()).total_memory, unet)
 
     def why_in_parts(self, unet: nn.Module) -> Reason | None:
         """Why Forge loaded a UNet in parts all the same; None if nothing is to be said of 8 bits."""
@@ -220,7 +226,8 @@ class ResidentUnet:
         computed = self._residence.computed(model)
         if kinds != {(nn.Parameter, computed)} or computed not in _HALF or refusal_of(place) is not None:
             return False
-        if torch.cuda.get_device_properties(place).total_memory >= SMALL * bytes_of(unet) or usable >= ALL / 2:
+        card = torch.cuda.get_device_properties(place).total_memory
+        if card >= SMALL * bytes_of(unet) or not self._residence.suits(card, unet) or usable >= ALL / 2:
             # or the user wants all models to be loaded as a whole
             return False
         if not system_memory.has_room_for(patched_bytes(patcher)):

@@ -80,6 +80,17 @@ def test_without_room_for_all_of_it_and_a_forward_it_is_in_parts_once_8_bits_are
     assert on.model.model_lowvram and on.picture() < 1e-2
 
 
+@room(1.3)
+def test_on_a_card_without_room_for_a_forward_next_to_all_weights_it_stays_in_parts(on: Running) -> None:
+    on.host.opts.data["sfast_eight_bits"] = False
+    assert on.session is not None and not on.session.follows_residence()
+    assert on.session.eight_bits.status(on.session.config(), [])["note"] is None
+    on.host.opts.data["sfast_eight_bits"] = True
+    for _ in range(3):
+        assert on.picture() < 1e-2 and on.model.model_lowvram
+    assert on.counter("captures") == on.counter("out_of_memory") == on.card.refused == 0
+
+
 def hook_patches(patcher: Any) -> None:
     patcher.hook_patches["a hook"] = {}
 
