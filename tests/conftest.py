@@ -173,9 +173,11 @@ def place_of(item: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    from sfast_ext import kernels
+    from sfast_ext import gc_pause, kernels
     from sfast_ext.capture import reachable
 
+    # networks of many tests together are large: what a test thaws is frozen again all the same
+    gc_pause.LARGE = 1 << 60
     # a forward with an assertion is recorded, as it would be in a program, without a walk through tens of thousands of
     # objects of pytest for state that it may change
     reachable._LIBRARIES |= _TESTING
