@@ -15,14 +15,16 @@ LARGE = 64 << 20
 """Bytes of parameters that are more than tests and classes make at import."""
 _PYTHONS_OWN = 10_000  # more objects than Python itself freezes at its start: 375 in 3.12.3
 _seen_frozen = False
-"""Whether objects were seen to be frozen: to count them takes 10 ms for a million, so it is asked once."""
+"""Whether objects were seen to be frozen: to count them takes 0.1 s for a million, so it is asked once."""
 _thawed = False
 """Whether objects were thawed before: then there may be garbage among the old ones."""
 
 
 def some_are_frozen() -> bool:
     """Whether somebody froze objects. Then it is for them to thaw them."""
-    return gc.get_freeze_count() > _PYTHONS_OWN
+    global _seen_frozen
+    _seen_frozen = _seen_frozen or gc.get_freeze_count() > _PYTHONS_OWN
+    return _seen_frozen
 
 
 def freeze() -> bool:
@@ -62,7 +64,6 @@ def gc_paused() -> Iterator[None]:
     At the end the new garbage is collected, and the survivors are moved to the oldest generation. Otherwise they would
     soon trigger a collection of the whole process, which takes half a second in a WebUI, in the middle of an image.
     """
-    global _seen_frozen
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -71,8 +72,7 @@ def gc_paused() -> Iterator[None]:
         if collecting:
             gc.collect(YOUNG)
             # unfreeze would also thaw what was frozen before
-            _seen_frozen = _seen_frozen or some_are_frozen()
-            if not _seen_frozen:
+            if not some_are_frozen():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

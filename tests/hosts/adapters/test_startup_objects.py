@@ -34,6 +34,7 @@ def loaded() -> Iterator[int]:
 def thawed(loaded: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process if nobody has frozen anything, nor loaded a network."""
     monkeypatch.setattr(gc_pause, "LARGE", loaded)
+    monkeypatch.setattr(gc_pause, "_seen_frozen", False)
     yield
     gc.unfreeze()
 
