@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sfast_ext.hosts import system_memory
 from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.backend.registry import Kernel
 from sfast_ext.kernels.eight_bits import gain, gated_norm8, gelu8, modulated_norm8, quantise_weights, swiglu8
@@ -16,6 +17,9 @@ from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
 from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm
 from sfast_ext.passes.eight_bits import KERNELS
 from sfast_ext.passes.eight_bits_conv_match import CONV_KERNELS
+from sfast_ext.runtime import plan_builder, verify
+from sfast_ext.weights import digest
+from sfast_ext.weights import resident as weights_resident
 
 AROUND = (
     add_layer_norm.launch, layer_norm.launch, geglu.launch, linear_geglu.launch, linear_accumulate.launch,
@@ -46,6 +50,18 @@ def available(patch: pytest.MonkeyPatch, *, by_triton: bool = False) -> None:
     patch.setattr(health, "_disabled", {})
     patch.setattr(Kernel, "supported", there)
     patch.setattr(quantise_weights.launch, "function", quantise_weights.in_place)
+
+
+def resident(patch: pytest.MonkeyPatch, size: int) -> None:
+    """Until the patch is undone, plans of a model of so many bytes have products in 8 bits on a pretended card, and its
+    half-precision weights may stay in system memory."""
+    available(patch)
+    pay_everywhere(patch)
+    patch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
+    patch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
+    patch.setattr(digest, "COLUMNS", 5)
+    patch.setattr(system_memory, "available_bytes", lambda: 8 << 30)
+    patch.setattr(weights_resident, "BATCH_BYTES", size // 30)
 
 
 def without_memory(patch: pytest.MonkeyPatch, card: Any) -> None:

@@ -462,11 +462,11 @@ def apart() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
-def small_reserves(patch: pytest.MonkeyPatch, size: int) -> None:
-    """Of the GPU's memory adapters leave free what suits a model of so many bytes: a tenth of it for a forward or while
-    the model is away, and twice as much for another model."""
-    for name in ("IDLE_RESERVE", "WORKSPACE", "DECODING_RESERVE"):
-        patch.setattr(gpu_room, name, size // 10)
+def small_reserves(patch: pytest.MonkeyPatch, size: int, away: float = 0.1) -> None:
+    """Adapters leave of the GPU's memory what suits a model of so many bytes: a tenth of it for a forward, twice as
+    much for another model, and a part of it while the model is away."""
+    for name, part in (("IDLE_RESERVE", away), ("WORKSPACE", 0.1), ("DECODING_RESERVE", away)):
+        patch.setattr(gpu_room, name, int(part * size))
     patch.setattr(gpu_room, "NEXT_MODEL_RESERVE", 2 * size)
 
 

@@ -112,11 +112,6 @@ class Staging:
     def _stage(self, to: torch.Tensor, source: torch.Tensor) -> None:
         assert self._buffers is not None
         done, size = 0, source.numel()
-        if 0 < size <= self._size - self._used:
-            # most are small
-            self._pieces.append((to, self._buffers[0][0][self._used : self._used + size], source))
-            self._used += -(-size // _ALIGNED) * _ALIGNED
-            return
         while done < size:
             if self._used >= self._size:
                 self._next(to.device)
@@ -177,11 +172,10 @@ def _tasks(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
     """Copies in groups of about `_TASK_BYTES`, large ones in parts."""
     group: list[_Copy] = []
     size = 0
-    for copy in copies:
-        length = len(copy[0])
-        for start in range(0, length, _TASK_BYTES):
+    for to, source in copies:
+        for start in range(0, len(to), _TASK_BYTES):
             part = slice(start, start + _TASK_BYTES)
-            group.append(copy if length <= _TASK_BYTES else (copy[0][part], copy[1][part]))
+            group.append((to[part], source[part]))
             size += len(group[-1][0])
             if size >= _TASK_BYTES:
                 yield group

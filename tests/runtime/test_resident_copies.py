@@ -121,6 +121,13 @@ def test_values_come_back_to_blocks_of_their_own(card: Card, monkeypatch: pytest
     assert vacant[0] > 0
 
 
+def begin_to_read(on: Any) -> None:
+    """Values come back, and all weights are read meanwhile."""
+    resident = on.acc.arena.resident
+    resident.audit_all = True
+    assert resident.due(on.acc.arena.banks.restore) == [] and resident.reads
+
+
 def test_weights_that_are_read_meanwhile_are_told_of_by_the_next_question(
     card: Card, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:
@@ -129,8 +136,7 @@ def test_weights_that_are_read_meanwhile_are_told_of_by_the_next_question(
     resident = on.acc.arena.resident
     give_way(on)
     on.both(uncounted)
-    resident.audit_all = True
-    assert resident.due(on.acc.arena.banks.restore) == [] and resident.reads
+    begin_to_read(on)
     (due,) = resident.due()
     assert due.copies is not None and not resident.reads and resident.due() == [due]
     assert on.error() < 0.06 and due.copies is None
@@ -159,8 +165,7 @@ def test_what_was_read_before_a_generation_does_not_count_for_it(
     on = started(calls=11)
     resident = on.acc.arena.resident
     give_way(on)
-    resident.audit_all = True
-    assert resident.due(on.acc.arena.banks.restore) == [] and resident.reads
+    begin_to_read(on)
     on.both(uncounted)
     resident.audit_all = True
     assert len(resident.due()) == 1 and not resident.reads

@@ -15,19 +15,15 @@ import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from ldm.modules import attention
-from pretended_card import GPU, Card, apart, pretended_card
+from pretended_card import GPU, Card, apart, pretended_card, small_reserves
 from torch import nn
 
 from hosts.standins import forge_neo_memory
 from sfast_ext import accelerator_of
-from sfast_ext.hosts import gpu_room, system_memory
 from sfast_ext.hosts.forge import adapter as forge
 from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.eight_bits import quantise_weights
-from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.runtime.verify import relative_error
-from sfast_ext.weights import digest
-from sfast_ext.weights import resident as weights_resident
 
 CHANNELS = 64
 SIZE = sum(p.nbytes for p in forge_neo_memory.make_unet(1, CHANNELS, 2).parameters())
@@ -139,19 +135,12 @@ def running_on(
     monkeypatch: pytest.MonkeyPatch, size: float, standin: ModuleType, kind: type[forge.ForgeSession]
 ) -> Iterator[Running]:
     """A host on a card with room for so many UNets, in 8 bits."""
+    eight_bit_kernels.resident(monkeypatch, SIZE)
+    small_reserves(monkeypatch, SIZE, away=1)
     monkeypatch.setattr(attention, "_ATTN_PRECISION", "half")
     monkeypatch.setattr(standin.Host, "reserve", RESERVE)
     monkeypatch.setattr(standin.Host, "DTYPE", torch.bfloat16)
-    eight_bit_kernels.available(monkeypatch)
-    monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
-    monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
     monkeypatch.setattr("sfast_ext.hosts.forge.resident.refusal_of", lambda device: None)
-    eight_bit_kernels.pay_everywhere(monkeypatch)
-    for name, part in (("IDLE_RESERVE", 1), ("WORKSPACE", 0.1), ("DECODING_RESERVE", 1), ("NEXT_MODEL_RESERVE", 2)):
-        monkeypatch.setattr(gpu_room, name, int(part * SIZE))
-    monkeypatch.setattr(digest, "COLUMNS", 5)
-    monkeypatch.setattr(system_memory, "available_bytes", lambda: 8 << 30)
-    monkeypatch.setattr(weights_resident, "BATCH_BYTES", SIZE // 30)
     options = {"sfast_triton": False, "sfast_eight_bits": True, "sfast_tolerance": 0.1}
     with standin.running(GPU, **options) as host, pretended_card(monkeypatch, int(size * SIZE)) as card:
         eight_bit_kernels.without_memory(monkeypatch, card)

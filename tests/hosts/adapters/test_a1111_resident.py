@@ -17,20 +17,16 @@ import torch
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from ldm.modules import attention
 from pairs import one_of
-from pretended_card import GPU, Card, apart, pretended_card
+from pretended_card import GPU, Card, apart, pretended_card, small_reserves
 from torch import nn
 
 from hosts.standins import a1111 as standin
 from sfast_ext import accelerator_of
-from sfast_ext.hosts import gpu_room, system_memory
 from sfast_ext.hosts.a1111 import adapter as a1111
 from sfast_ext.hosts.a1111 import memory
 from sfast_ext.kernels.backend import health
 from sfast_ext.plans.graph_pool import pool_of
-from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.runtime.verify import relative_error
-from sfast_ext.weights import digest
-from sfast_ext.weights import resident as weights_resident
 
 pytestmark = pytest.mark.usefixtures("proportions")
 HALF = torch.bfloat16
@@ -135,16 +131,9 @@ class Running:
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """A card with room for so many UNets."""
     flag, room = request.param
+    eight_bit_kernels.resident(monkeypatch, SIZE)
+    small_reserves(monkeypatch, SIZE, away=1)
     monkeypatch.setattr(attention, "_ATTN_PRECISION", "half")
-    eight_bit_kernels.available(monkeypatch)
-    monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
-    monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
-    eight_bit_kernels.pay_everywhere(monkeypatch)
-    for name, part in (("IDLE_RESERVE", 1), ("WORKSPACE", 0.1), ("DECODING_RESERVE", 1), ("NEXT_MODEL_RESERVE", 2)):
-        monkeypatch.setattr(gpu_room, name, int(part * SIZE))
-    monkeypatch.setattr(digest, "COLUMNS", 5)
-    monkeypatch.setattr(system_memory, "available_bytes", lambda: 8 << 30)
-    monkeypatch.setattr(weights_resident, "BATCH_BYTES", SIZE // 30)
     options = {"sfast_triton": False, "sfast_eight_bits": True, "sfast_tolerance": 0.1}
     with standin.running(**options) as host, pretended_card(monkeypatch, int(room * SIZE)) as card:
         eight_bit_kernels.without_memory(monkeypatch, card)

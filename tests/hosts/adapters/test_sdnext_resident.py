@@ -21,13 +21,9 @@ from torch.utils._pytree import tree_map_only
 
 from hosts.standins.sdnext import Host, diffusers, hosted, network
 from sfast_ext import accelerator_of
-from sfast_ext.hosts import system_memory
 from sfast_ext.kernels.backend import health
-from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import models, transformers
-from sfast_ext.weights import digest
-from sfast_ext.weights import resident as weights_resident
 
 HALF = torch.bfloat16
 
@@ -123,15 +119,9 @@ class Running:
 @pytest.fixture
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """A card with room for so many UNets."""
-    eight_bit_kernels.available(monkeypatch)
-    monkeypatch.setattr(verify, "milliseconds", lambda run, device, times=1: float(run() is None) + 1)
-    monkeypatch.setattr(plan_builder, "unsupported", lambda device, dtypes: None)
-    eight_bit_kernels.pay_everywhere(monkeypatch)
+    eight_bit_kernels.resident(monkeypatch, SIZE)
     small_reserves(monkeypatch, SIZE)
-    monkeypatch.setattr(digest, "COLUMNS", 5)
-    monkeypatch.setattr(system_memory, "available_bytes", lambda: 8 << 30)
     room, release = request.param
-    monkeypatch.setattr(weights_resident, "BATCH_BYTES", SIZE // 30)
     with pretended_card(monkeypatch, int(room * SIZE)) as card:
         eight_bit_kernels.without_memory(monkeypatch, card)
         for host in hosted(monkeypatch, release):
