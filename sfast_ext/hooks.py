@@ -39,6 +39,9 @@ class Hooks:
     ignored: frozenset[str] = frozenset()
     """Module attributes that the host uses for bookkeeping. They change without changing what a forward computes. So do
     dicts, lists and sets that are the defaults of parameters of these names."""
+    ignored_globals: frozenset[tuple[str, str]] = frozenset()
+    """Globals in which functions of the host note what they did, as (name of the module, name): a replay may leave the
+    note out. They are no part of the behaviour of code that sets them without looking them up."""
     arguments: Callable[[tuple[Any, ...], dict[str, Any]], Read] | None = None
     """Asked at each call: its arguments without those that the forward does not read, on which plans must not depend;
     or why the call must be bypassed. The original forward gets all of them."""

@@ -16,7 +16,7 @@ from torch import nn
 from sfast_ext.behaviour.contents import Contents
 from sfast_ext.behaviour.foreign_code import COMMON, KERNELS, is_foreign, layers, package, written_by
 from sfast_ext.behaviour.forward_slot import AcceleratedForward
-from sfast_ext.behaviour.reach import code_names, functions_of, imported_names, runs_by_syntax
+from sfast_ext.behaviour.reach import code_names, functions_of, imported_names, only_set, runs_by_syntax
 from sfast_ext.behaviour.value_types import in_library, is_of_library
 from sfast_ext.behaviour.values import CONFIGS, Names, Values, held_by
 
@@ -39,6 +39,7 @@ class CodeValues:
         patches: identities of functions of patches, which are not read.
         extension: that of the model's class. Functions of another are patches.
         looked: what the last reading found, see `looked`.
+        ignored: see `Hooks.ignored_globals`.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class CodeValues:
         patches: frozenset[int] = frozenset(),
         extension: str | None = None,
         looked: dict[type | None, set[str]] | None = None,
+        ignored: frozenset[tuple[str, str]] = frozenset(),
     ) -> None:
-        self.names, self.contents = names, contents
+        self.names, self.contents, self._ignored = names, contents, ignored
         self._identity, self._patches, self._extension = identity, patches, extension
         self.values = Values(
             names,
@@ -135,6 +137,8 @@ class CodeValues:
 
     def _globals(self, function: FunctionType, strict: bool) -> list[Hashable]:
         around, names, own = function.__globals__, code_names(function.__code__), written_by(function)
+        if ignored := {name for module, name in self._ignored if module == around.get("__name__")}:
+            names -= ignored & only_set(function.__code__)
         found: list[Hashable] = []
         for name in names - around.keys() if strict else ():
             # one of these may be defined later, over a builtin function say

@@ -75,6 +75,7 @@ def fingerprint(
     ignored: frozenset[str] = frozenset(),
     transparent: Vouch | None = None,
     below: Callable[..., Any] | None = None,
+    ignored_globals: frozenset[tuple[str, str]] = frozenset(),
 ) -> Fingerprint:
     """Read the behaviour key of a module tree. Takes some milliseconds for SDXL.
 
@@ -82,9 +83,10 @@ def fingerprint(
         root: the module. Wrappers and hooks that were put on the root after our forward run around it, and are not part
         of the key. ignored: names of attributes without influence on behaviour (a host's bookkeeping of weights).
         transparent: see `Hooks.transparent`. The identity of such a forward is not part of the key. below: the
-        forward of the root that our forward replaced. None for that of the class.
+        forward of the root that our forward replaced. None for that of the class. ignored_globals: see
+        `Hooks.ignored_globals`.
     """
-    reader = Reader(MECHANICS | ignored, root, transparent, below)
+    reader = Reader(MECHANICS | ignored, root, transparent, below, ignored_globals)
     around = surroundings.look()
     reader.surroundings(around, root)
     reader.read_all(root)

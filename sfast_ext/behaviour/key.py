@@ -21,7 +21,7 @@ class BehaviourKeys:
     """Numbers the behaviours of one module, so that a key with thousands of entries is only compared once per reading.
 
     Args:
-        recognised, transparent: see `Hooks`.
+        recognised, transparent, ignored_globals: see `Hooks`.
         kept: the number of behaviours to remember.
         first: the number of the first behaviour.
         below: returns the forward of the module that our forward replaced, None for that of the class.
@@ -36,9 +36,10 @@ class BehaviourKeys:
         first: int = 0,
         transparent: Vouch | None = None,
         below: Callable[[], Any] = lambda: None,
+        ignored_globals: frozenset[tuple[str, str]] = frozenset(),
     ) -> None:
         self._module, self._ignored, self._recognised, self._kept = module, ignored, recognised, kept
-        self._transparent, self._below = transparent, below
+        self._transparent, self._below, self._ignored_globals = transparent, below, ignored_globals
         self._numbers: OrderedDict[Hashable, tuple[int, Fingerprint]] = OrderedDict()
         self._count = first
         self._fingerprint: Fingerprint | None = None
@@ -80,7 +81,7 @@ class BehaviourKeys:
                 self.last = (self.last[0], self._foreign_patch(previous))
                 self.stale = False
                 return self.last
-        read = fingerprint(self._module, self._ignored, self._transparent, self._below())
+        read = fingerprint(self._module, self._ignored, self._transparent, self._below(), self._ignored_globals)
         known = self._numbers.get(read.key)
         if known is None:
             known = self._numbers[read.key] = (self._count, read)

@@ -30,6 +30,7 @@ _PLACEHOLDER = re.compile(r"%\w|\{[^}]*\}")
 # from a constant to what puts it into a string
 _MAX_STEPS = 5
 _IMPORT_NAME, _STORE_ATTR = dis.opmap["IMPORT_NAME"], dis.opmap["STORE_ATTR"]
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 # what sets an attribute by a name that is a value
 _SETTERS = frozenset({"setattr", "__setattr__", "__dict__", "vars"})
 # of a composed name, shorter constants are not followed: too many names would match
@@ -186,6 +187,24 @@ def code_names(code: CodeType) -> frozenset[str]:
     """The names that code looks up or may look up, including nested functions and strings."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(_strings(code.co_consts), *map(code_names, inner))
+
+
+def only_set(code: CodeType) -> frozenset[str]:
+    """The names of globals that code sets and does not look up, including nested functions."""
+    bound, others = _set_and_others(code)
+    return bound - others
+
+
+@functools.lru_cache(maxsize=8192)
+def _set_and_others(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of globals that code sets, and those that it has otherwise: in other instructions, and as strings."""
+    inner = [_set_and_others(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    bound = {name for names, _ in inner for name in names}
+    others = {*_strings(code.co_consts), *(name for _, names in inner for name in names)}
+    for step in dis.get_instructions(code):
+        if isinstance(step.argval, str):
+            (bound if step.opcode == _STORE_GLOBAL else others).add(step.argval)
+    return frozenset(bound), frozenset(others)
 
 
 def imported_names(function: FunctionType) -> Iterator[str]:

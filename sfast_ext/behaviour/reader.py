@@ -74,8 +74,10 @@ class Reader:
         root: nn.Module,
         transparent: Vouch | None = None,
         below: Callable[..., Any] | None = None,
+        ignored_globals: frozenset[tuple[str, str]] = frozenset(),
     ) -> None:
         self.skip, self.transparent, self.below = skip, transparent, below
+        self.ignored_globals = ignored_globals
         # the classes of a network from an extension are not foreign to it
         self.extension = owning_extension(type(root))
         self.package = package(type(root).__module__)
@@ -137,6 +139,7 @@ class Reader:
                 patches=patches,
                 extension=self.extension,
                 looked=looked,
+                ignored=self.ignored_globals,
             )
             key: list[Hashable] = [self.values_of(*each) for each in self.modules if each[1]]
             if self.below is not None:

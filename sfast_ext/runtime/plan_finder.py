@@ -371,7 +371,16 @@ class PlanFinder:
         def below() -> Callable[..., Any] | None:
             return context.slot.previous
 
-        return BehaviourKeys(context.module, hooks.ignored, hooks.recognised, kept, first, hooks.transparent, below)
+        return BehaviourKeys(
+            context.module,
+            hooks.ignored,
+            hooks.recognised,
+            kept,
+            first,
+            hooks.transparent,
+            below,
+            hooks.ignored_globals,
+        )
 
 
 def _of_single_channels(module: nn.Module) -> bool:

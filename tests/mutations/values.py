@@ -16,8 +16,29 @@ _NAMED = (f"{_FILE}::test_a_value_that_cannot_be_compared_is_named",)
 _FOUND = (f"{_PLACES}::test_a_value_is_compared_wherever_the_code_finds_it",)
 _IMPORTS = "behaviour/test_imports.py"
 _PATCHED = (f"{_PLACES}::test_a_class_of_settings_that_is_patched_is_seen",)
+_NOTES = "behaviour/test_ignored_globals.py"
 
 MUTATIONS = [
+    Mutation(
+        "globals that code sets and looks up", "behaviour/code_values.py",
+        "names -= ignored & only_set(function.__code__)", "names -= ignored",
+        (f"{_NOTES}::test_what_code_looks_up_is_part_of_it_whatever_the_host_says",),
+    ),
+    Mutation(
+        "globals that code sets and nobody vouches for", "behaviour/code_values.py",
+        "names -= ignored & only_set(function.__code__)", "names -= only_set(function.__code__)",
+        (f"{_NOTES}::test_another_name_that_it_sets_is_part_of_it",),
+    ),
+    Mutation(
+        "globals of the same name in another module", "behaviour/code_values.py",
+        'if module == around.get("__name__")', "if True",
+        (f"{_NOTES}::test_what_code_only_sets_is_no_part_of_the_key_if_the_host_names_it",),
+    ),
+    Mutation(
+        "globals that code has as a text", "behaviour/reach.py",
+        "others = {*_strings(code.co_consts), *(", "others = {*(",
+        (f"{_NOTES}::test_what_code_looks_up_is_part_of_it_whatever_the_host_says",),
+    ),
     Mutation(
         "modules that a function imports", "behaviour/code_values.py",
         "for name in sorted({*imported_names(function)}):", "for name in ():",

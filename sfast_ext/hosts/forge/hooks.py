@@ -59,6 +59,7 @@ class ForgeHooks:
             words=self.words,
             interrupted=interrupted,
             ignored=self._program.bookkeeping,
+            ignored_globals=self._program.noted,
             system_memory=self._weights_may_leave,
             short_of_memory=self._short_of_memory,
         )

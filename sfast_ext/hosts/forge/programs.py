@@ -62,6 +62,7 @@ class Program:
         state: changes when `weights_bypass_reason` has to be asked again; of the model that has the UNet, and the UNet.
         inside_bypass_reason: why no plan can be made of a network as its weights are, whatever it casts.
         weights_bypass_reason: the same if it may cast nothing, as a UNet.
+        noted: see `Hooks.ignored_globals`.
     """
 
     networks: frozenset[str]
@@ -71,6 +72,7 @@ class Program:
     state: Callable[[Any, nn.Module], tuple[Any, ...]]
     inside_bypass_reason: Callable[[Any, nn.Module], Reason | None]
     weights_bypass_reason: Callable[[Any, nn.Module], Reason | None]
+    noted: frozenset[tuple[str, str]] = frozenset()
 
 
 _LOADED = (
@@ -79,6 +81,11 @@ _LOADED = (
 )  # fmt: skip
 """What a patcher notes on the model that it loads, which is a ControlNet itself; another patcher, of another image say,
 notes another UUID."""
+
+
+_EMPTY_CACHE = frozenset({("backend.memory_management", "signal_empty_cache")})
+"""Whether a sampler is to empty the allocator's cache, which `soft_empty_cache` takes back. A VAE calls that if memory
+runs out; without it the sampler empties the cache once more."""
 
 
 def _neo_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
@@ -150,6 +157,7 @@ NEO = Program(
     _neo_state,
     _neo_inside,
     _neo_bypass_reason,
+    _EMPTY_CACHE,
 )
 
 _ONLINE = "forge_online_loras"
@@ -186,6 +194,7 @@ FORGE = Program(
     _forge_state,
     _forge_inside,
     _forge_bypass_reason,
+    _EMPTY_CACHE,
 )
 
 _CAST, _CAST_BEFORE = "ldm_patched_cast_weights", "prev_ldm_patched_cast_weights"

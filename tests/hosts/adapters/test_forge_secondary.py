@@ -168,6 +168,45 @@ def test_the_vae_s_parts_run_plans_and_give_what_the_webui_s_own_give(on):
     assert not same(images(on.name, 2)[1], images(on.name)[1])
 
 
+MEMORY = """
+signal_empty_cache = told = False
+
+def soft_empty_cache():
+    global signal_empty_cache, told
+    signal_empty_cache = False
+    told = told or False
+"""
+
+
+class Careful(torch.nn.Conv2d):
+    """Has the allocator's cache emptied if memory runs out, as the attention of Forge's VAE does."""
+
+    def forward(self, x):
+        from backend import memory_management  # type: ignore[import-not-found]
+
+        try:
+            return super().forward(x)
+        except torch.cuda.OutOfMemoryError:
+            memory_management.soft_empty_cache()
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("on", ["Forge Neo", "Forge"], indirect=True)
+def test_what_forge_notes_of_the_allocator_delays_no_plan_of_the_vae_and_another_global_does(on):
+    memory = on.host.memory
+    exec(MEMORY, vars(memory))
+    on.host.model_data.sd_model.forge_objects.vae.first_stage_model.decoder.conv_out.__class__ = Careful
+    plans = []
+    for name in ("signal_empty_cache", "told"):
+        for value in (True, False, True):
+            setattr(memory, name, value)
+            torch.testing.assert_close(secondary.decode(on.host), images(on.name)[1], rtol=1e-4, atol=1e-4)
+            on.host.generate()
+            plans.append(on.status()["counters"].get("vae_captures", 0))
+    # the first with the second image; of another `told`, with its second image
+    assert plans == [0, 1, 1, 1, 1, 2], plans
+
+
 @one_of_a_kind
 def test_without_the_setting_the_vae_is_the_webui_s_own_to_the_last_bit(on):
     on.host.opts.data["sfast_vae"] = False

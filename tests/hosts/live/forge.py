@@ -35,6 +35,7 @@ from .a1111 import (
     accelerated,
     apart,
     bypassed,
+    count,
     equal_to_stock,
     make_data,
     pictured,
@@ -241,6 +242,8 @@ def program_tests(
         vae = {each["name"]: each for each in played.reports["inpainting"]["accelerators"] if "VAE" in each["name"]}
         assert sorted(vae) == ["VAE decoder", "VAE encoder"]
         assert all(each["plans"] and each["idle"] is None for each in vae.values()), vae
+        # the decoder's with the second image of a size
+        assert [count(played.reports[name], "vae_captures") for name in ("plain", "plain again")] == [0, 1]
         for name in controlled:
             found = [each for each in played.reports[name]["accelerators"] if each["name"] == "controlnet"]
             assert found and any(each["plans"] for each in found), name
