@@ -20,7 +20,7 @@ from sfast_ext.behaviour.forward_slot import foreign_forward, forward_of
 from sfast_ext.behaviour.structure import structure
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import gpu_room, reasons
+from sfast_ext.hosts import gpu_room, reasons, system_memory
 from sfast_ext.reasons import Reason, text
 from sfast_ext.report import Report
 from sfast_ext.weights.module_walk import modules_of
@@ -90,8 +90,7 @@ class Attachment:
                 return [None for _ in modules]
             left = [a for a in self._accelerators if not any(a.module is m for m in kept)]
             followed = [self._follow_one(module, config, left) for module in modules]
-            for accelerator in left:
-                self._release(accelerator)
+            self._release_all(left)
             self._switched_off = False
             return followed
 
@@ -158,6 +157,8 @@ class Attachment:
                 for each in (accelerator, *accelerator.parts):
                     dropped += len(each.plans)
                     each.forget_plans("the user has dropped them")
+            if dropped:
+                system_memory.trim()
             return dropped
 
     def give_memory_back(self) -> None:
@@ -174,16 +175,18 @@ class Attachment:
             module: what the host removes; all accelerated modules if None.
         """
         with self._lock:
+            planned = False
             for accelerator in list(self._accelerators) if module is None else self.within(module):
                 stays = gpu_room.has_room_to_wait(accelerator.module) or accelerator.give_memory_back()
                 if not accelerator.plans or not stays:
-                    self._release(accelerator)
+                    planned = self._release(accelerator) or planned
+            if planned:
+                system_memory.trim()
 
     def release(self) -> None:
         """Release every module. May be called at any time, any number of times."""
         with self._lock:
-            for accelerator in list(self._accelerators):
-                self._release(accelerator)
+            self._release_all(self._accelerators)
             self._announced = self._laid_over = self._last_step = self._idle_reason = None
 
     def status(self) -> list[dict[str, Any]]:
@@ -256,12 +259,20 @@ class Attachment:
             accelerator.accelerate_parts(self._parts(module))
             self._last_step = forward_of(module), _calls(accelerator)
 
-    def _release(self, accelerator: Accelerator) -> None:
+    def _release_all(self, accelerators: Iterable[Accelerator]) -> None:
+        planned = [self._release(each) for each in list(accelerators)]
+        if any(planned):
+            system_memory.trim()
+
+    def _release(self, accelerator: Accelerator) -> bool:
+        """Release one. Returns whether it had plans."""
+        planned = any(each.plans for each in (accelerator, *accelerator.parts))
         self._accelerators.remove(accelerator)
         try:
             accelerator.release()
         except Exception as exc:
             self._report.error("release", exc)
+        return planned
 
     def _announce(self, module: nn.Module, message: str) -> None:
         # Checked before each step, reported once.

@@ -1,9 +1,13 @@
-"""Whether system memory has room for copies of weights that are on the GPU."""
+"""Whether system memory has room for copies of weights that are on the GPU, and what gives freed memory back."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 RESERVE = 4 << 30
@@ -40,6 +44,27 @@ def has_room() -> bool:
 def has_room_for(size: int) -> bool:
     """Whether weights of so many bytes that are on the GPU may move to system memory."""
     return available_bytes() >= size + MARGIN
+
+
+def trim() -> None:
+    """Have the C library give memory that was freed back to the system. glibc keeps what lies between blocks in use,
+    also where large tensors were, once some had been freed before. Takes 0.25 s for a GB, and 0.05 s if there is
+    little: call it after much was freed that is not made again soon. Raises nothing."""
+    found = _malloc_trim()
+    if found is not None:
+        found(0)
+
+
+@functools.lru_cache(maxsize=1)
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's function; None with another C library."""
+    if not sys.platform.startswith("linux"):
+        return None
+    with contextlib.suppress(OSError, AttributeError):
+        function = ctypes.CDLL(None).malloc_trim
+        function.argtypes, function.restype = (ctypes.c_size_t,), ctypes.c_int
+        return function  # type: ignore[no-any-return]
+    return None
 
 
 def _container_bytes(limit: str, usage: str, statistics: str, cached: str) -> int:

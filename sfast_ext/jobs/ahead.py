@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -71,7 +72,8 @@ class Ahead:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._working = False
-        self._remembered: Plan | None = None
+        # weak: it outlives the plans, which hold graphs of the model
+        self._remembered: weakref.ref[Plan] | None = None
         self._generation = 0
         rehearsals.before_users_job = self.end
 
@@ -107,9 +109,10 @@ class Ahead:
         # a later pass of the image, such as that of hires fix, is of another size
         used = [plan for plan in plans if plan.generation_of_use > self._generation]
         plan = min(used, key=lambda plan: plan.generation_of_use, default=None)
-        if accelerator is None or plan is None or plan is self._remembered or not self._host.prepares_ahead():
+        known = None if self._remembered is None else self._remembered()
+        if accelerator is None or plan is None or plan is known or not self._host.prepares_ahead():
             return
-        self._remembered = plan
+        self._remembered = weakref.ref(plan)
         shapes = plan.signature.shapes()
         latent = words.latent_of(shapes)
         if latent is None or (GPU_ALONE and plan.device.type != "cuda"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +156,17 @@ def test_the_first_image_finds_its_plan_and_is_the_same(options):
         image = process.host.request(steps=3, **options).images[0]
         assert count("captures") == 1 and status()["last_pass"] == {"accelerated": 3, "bypassed": 0, "prepared": 0}
         assert same(image, reference(1, steps=3, **options))
+
+
+def test_no_plan_is_held_once_the_extension_is_off():
+    with Process() as process:
+        process.load()
+        process.host.request(steps=3)
+        (plan,) = (weakref.ref(each) for each in adapter.A1111Session.running.loaded().plans.values())
+        process.host.opts.data["sfast_enabled"] = False
+        process.host.request(steps=3)
+        gc.collect()
+        assert plan() is None
 
 
 def test_another_size_is_made_as_ever():

@@ -35,6 +35,35 @@ def in_use():
     return {"malloc": told.uordblks + told.hblkhd, "malloc_free": told.fordblks}
 
 
+def taken():
+    # without the pages of files, such as those of a checkpoint, which the system takes back when it likes
+    try:
+        lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    except OSError:
+        return None
+    return {line[0].rstrip(":"): 1024 * int(line[1]) for line in lines if line[0] in ("RssAnon:", "RssShmem:")}
+
+
+def mapped():
+    # where the memory that belongs to no file lies: in the C library's heap, in its heaps of other threads (which begin
+    # at multiples of 64 MB), in code that was compiled, or elsewhere: large tensors, objects of Python
+    found = {"heap": 0, "heaps of threads": 0, "code": 0, "libraries": 0, "elsewhere": 0}
+    kind = "elsewhere"
+    try:
+        lines = [line.split() for line in Path("/proc/self/smaps").read_text().splitlines()]
+    except OSError:
+        return {}
+    for line in lines:
+        if line[0] == "Anonymous:":
+            found[kind] += 1024 * int(line[1])
+        elif not line[0].endswith(":"):
+            name = line[5] if len(line) > 5 else ""
+            thread = int(line[0].partition("-")[0], 16) % (64 << 20) == 0
+            bare = "code" if "x" in line[1] else "heaps of threads" if thread else "elsewhere"
+            kind = "heap" if name == "[heap]" else "libraries" if name.startswith("/") else bare
+    return {"mapped": found}
+
+
 def pinned():
     # torch's pinned memory, with what torch keeps of freed blocks
     if not torch.cuda.is_available() or not hasattr(torch.cuda, "host_memory_stats"):
@@ -51,24 +80,22 @@ def add_routes(_, app: FastAPI) -> None:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             gpu = torch.cuda.memory_allocated()
+        before = taken()
         try:
             # what the C library keeps of freed memory is another amount each time
             ctypes.CDLL(None).malloc_trim(0)
         except (AttributeError, OSError):
             pass
-        try:
-            lines = Path("/proc/self/status").read_text().splitlines()
-        except OSError:
+        kept = taken()
+        if kept is None:
             return {"gpu": gpu, "system": None}
-        # without the pages of files, such as those of a checkpoint, which the system takes back when it likes
-        kept = [line.split() for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
         # of system memory, what tensors take that somebody refers to
         found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
         storages = [x.untyped_storage() for x in found if x.device.type == "cpu" and x.layout is torch.strided]
         tensors = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-        told = {"gpu": gpu, "system": 1024 * sum(int(each[1]) for each in kept), "tensors": tensors}
-        told |= {each[0].rstrip(":"): 1024 * int(each[1]) for each in kept}
-        return told | in_use() | pinned()
+        told = {"gpu": gpu, "system": sum(kept.values()), "tensors": tensors, **kept}
+        told["trimmed"] = sum(before.values()) - sum(kept.values())
+        return told | in_use() | mapped() | pinned()
 
 
 script_callbacks.on_app_started(add_routes)
