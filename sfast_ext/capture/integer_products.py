@@ -27,7 +27,9 @@ _MULTIPLE, _ROWS = 8, 16
 def recorders() -> dict[FunctionType, Callable[..., Any]]:
     """The recorder for each function of SDNQ that the host has imported."""
     found: dict[FunctionType, Callable[..., Any]] = {}
-    # among thousands of modules
+    # one search in all names takes a tenth of the time of one in each, of which there are thousands
+    if _PACKAGE not in "\n".join(list(sys.modules)):
+        return found
     for home, module in [each for each in list(sys.modules.items()) if _PACKAGE in each[0]]:
         _, own, inner = f".{home}".rpartition(f".{_PACKAGE}.")
         for name, recorder in _FUNCTIONS.get(inner, {}).items() if own else ():

@@ -36,15 +36,15 @@ def take_out(made: Made, graph_module: fx.GraphModule | None) -> str | None:
     left = _left(made, known)
     if not left:
         return None
-    found = "a place that is not known"
-    # referrers are not looked for among frozen objects
+    found = _taken_out(left, "a place that is not known")
+    # referrers are not looked for among frozen objects, and to thaw and freeze all of a process takes a second
+    left = _left(made, known)
+    if not left or not gc.get_freeze_count():
+        return found
     frozen = gc_pause.some_are_frozen()
-    if gc.get_freeze_count():
-        gc_pause.thaw()
+    gc_pause.thaw()
     try:
-        while left:
-            # popped: this list must not be among those that refer to it
-            found = _take_out(left.pop()) or found
+        found = _taken_out(left, found)
     finally:
         if frozen:
             # not with a network that was loaded meanwhile
@@ -72,6 +72,13 @@ def _of_graph(graph_module: fx.GraphModule | None) -> set[int]:
     for node in graph_module.graph.nodes:
         val = node.meta.get("val")
         found.update(map(id, val if isinstance(val, (list, tuple)) else (val,)))
+    return found
+
+
+def _taken_out(left: list[FakeTensor], found: str) -> str:
+    while left:
+        # popped: this list must not be among those that refer to it
+        found = _take_out(left.pop()) or found
     return found
 
 

@@ -158,10 +158,14 @@ class RealTensors(TorchFunctionMode):
         try:
             with self:
                 yield
-        except Exception as exc:
-            if self.refusal is None or exc is self.refusal:
-                raise
-            raise self.refusal from exc
+        except BaseException as exc:
+            # frames that the exception went through keep the record, and fake tensors that outlive a capture are
+            # searched for in the whole process
+            for node in tracer.graph.nodes if tracer is not None else ():
+                node.meta.clear()
+            if isinstance(exc, Exception) and self.refusal is not None and exc is not self.refusal:
+                raise self.refusal from exc
+            raise
         finally:
             if mode is not None:
                 del mode.__torch_dispatch__

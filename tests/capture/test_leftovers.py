@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import weakref
@@ -19,9 +20,17 @@ from sfast_ext.weights.arena import WeightArena
 
 CPU = torch.device("cpu")
 X = torch.randn(2, 4)
+EMPTY = {"list": [1], "dict": {}, "set": set(), "deep": {"a": [{}]}}
+HIDDEN = {}
 # reached by a number alone, which no walk follows
-HIDDEN = {"list": [1], "dict": {}, "set": set(), "deep": {"a": [{}]}}
-ADDRESSES = {name: id(holder) for name, holder in HIDDEN.items()}
+ADDRESSES = {}
+
+
+@pytest.fixture(autouse=True)
+def not_frozen():
+    """Holders that are newer than what was frozen."""
+    HIDDEN.update(copy.deepcopy(EMPTY))
+    ADDRESSES.update({name: id(holder) for name, holder in HIDDEN.items()})
 
 
 def hidden(name):
@@ -72,7 +81,7 @@ def test_a_fake_tensor_in_a_hidden_place_is_taken_out_and_the_forward_refused(na
     assert refused.value.__cause__ is None or then == "raises"
     del refused
     gc.collect()
-    assert {"list": [1], "dict": {}, "set": set(), "deep": {"a": [{}]}} == HIDDEN
+    assert HIDDEN == EMPTY
     assert not fakes()
 
 
@@ -108,9 +117,17 @@ def test_what_was_frozen_is_frozen_again_unless_a_network_was_loaded(loaded, mon
     gc.freeze()
     with pytest.raises(CaptureRefused, match="keeps state between calls, in a list"):
         captured(HIDES["list"])
+    assert HIDDEN == EMPTY
     assert gc_pause.some_are_frozen() != loaded
     # as the other tests have it
     gc.freeze()
+
+
+def test_what_is_newer_is_found_without_thawing(monkeypatch):
+    monkeypatch.setattr(gc_pause, "thaw", lambda: pytest.fail("all objects were thawed"))
+    with pytest.raises(CaptureRefused, match="keeps state between calls, in a list"):
+        captured(HIDES["list"])
+    assert HIDDEN == EMPTY
 
 
 def test_a_usual_capture_collects_no_garbage(monkeypatch):

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext.call_signature import flatten_call
-from sfast_ext.capture import real_tensors
+from sfast_ext.capture import leftovers, real_tensors
 from sfast_ext.capture.capture import CaptureRefused, capture
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.weights.arena import WeightArena
@@ -131,6 +131,14 @@ def test_a_number_of_a_real_tensor_is_no_part_of_a_plan(name):
     print(refused.value)
     assert all(torch.equal(value, values[key]) for key, value in module.state_dict().items())
     assert OUTSIDE == 3.0 and module.held == 3.0
+
+
+@pytest.mark.parametrize("name", ["equal", "sum with a literal"])
+def test_what_a_refusal_leaves_is_not_searched_for(name, monkeypatch):
+    monkeypatch.setattr(leftovers, "_take_out", lambda tensor: pytest.fail("objects were looked at"))
+    module, call, arena = make(READ[name])
+    with torch.no_grad(), pytest.raises(CaptureRefused):
+        capture(module.forward, call, call.tensors(CPU), arena)
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,16 @@ class AutoencoderKL(nn.Module):
 
 def make_vae(seed: int) -> nn.Module:
     """One of random weights."""
-    return models.randomise(models.copied(_made()), seed).eval().requires_grad_(False)
+    return models.copied(_made(seed))
 
 
 @functools.lru_cache(maxsize=None)
-def _made() -> nn.Module:
+def _made(seed: int) -> nn.Module:
+    return models.randomise(models.copied(_shaped()), seed).eval().requires_grad_(False)
+
+
+@functools.lru_cache(maxsize=None)
+def _shaped() -> nn.Module:
     return AutoencoderKL()
 
 

@@ -133,7 +133,12 @@ def made(
 
 def make_unet(seed: int, channels: int = 32, levels: int | None = None) -> nn.Module:
     """A tiny UNet, none of its weights zero."""
-    unet = models.copied(made(channels, IntegratedUNet2DConditionModel, Linear, Conv2d, levels or a1111.by_default))
+    return models.copied(_made(seed, channels, levels or a1111.by_default))
+
+
+@functools.lru_cache(maxsize=None)
+def _made(seed: int, channels: int, levels: int) -> nn.Module:
+    unet = models.copied(made(channels, IntegratedUNet2DConditionModel, Linear, Conv2d, levels))
     unet.load_state_dict(weights(unet, seed))
     return unet.eval().requires_grad_(False)
 

@@ -4,6 +4,7 @@ decide what of a model is on the GPU, in the same order of steps."""
 from __future__ import annotations
 
 import collections
+import functools
 import uuid
 from typing import Any
 
@@ -50,8 +51,13 @@ class LayerNorm(nn.LayerNorm, Layer):
 
 def make_unet(seed: int, channels: int, levels: int | None = None, dtype: torch.dtype = HALF) -> nn.Module:
     """A tiny UNet, all of whose layers may be cast."""
+    return models.copied(_made(seed, channels, levels or a1111.by_default, dtype))
+
+
+@functools.lru_cache(maxsize=None)
+def _made(seed: int, channels: int, levels: int, dtype: torch.dtype) -> nn.Module:
     kind = forge.IntegratedUNet2DConditionModel
-    unet = models.copied(forge.made(channels, kind, Linear, Conv2d, levels or a1111.by_default))
+    unet = models.copied(forge.made(channels, kind, Linear, Conv2d, levels))
     for module in unet.modules():
         for kind in (GroupNorm, LayerNorm):
             if isinstance(module, kind.__mro__[1]):
