@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ FEW_RUNS = 8
 """A stay of fewer runs gives nothing back, if it is not known what a run without a graph takes."""
 HIDDEN_MS = 100.0
 """A GPU that takes longer for a run hides what the CPU does meanwhile."""
+STEPS = 32
+"""So many of the last runs with a graph, and of those without, tell how far two that follow each other are apart."""
 STAYS = 2
 """So many of the last stays tell how long the next one is: the shortest."""
 RECORDING = 2
@@ -40,9 +43,10 @@ class Recapture:
 
     On a small card the memory of graphs goes with each image, to the VAE or to the model that comes next. To capture
     takes a run of the CPU, a synchronisation, and the allocator's cache. Without a graph a run takes the CPU longer
-    (`recorded_run`), which a slow GPU hides. A graph is captured at once if a stay as long as the last ones gives that
-    back; a stay is the runs of the plan from one eviction to the next. Otherwise the plan runs without one until that
-    has cost what a capture costs.
+    (`recorded_run`). A slow GPU hides that, unless the host takes its own time between two runs: once it is known how
+    far runs were apart with a graph and without, that counts. A graph is captured at once if a stay as long as the last
+    ones gives that back; a stay is the runs of the plan from one eviction to the next. Otherwise the plan runs without
+    one until that has cost what a capture costs.
     """
 
     capture: Payback = field(default_factory=Payback)
@@ -57,6 +61,9 @@ class Recapture:
     """Those of the plan so far."""
     launch_s: float = 0.0
     """Seconds that the CPU took for the launches of the last one."""
+    _steps: dict[bool, deque[float]] = field(default_factory=lambda: {k: deque(maxlen=STEPS) for k in (False, True)})
+    """Milliseconds from one run to the next, with a graph and without."""
+    _last: tuple[bool, float] | None = None
     _expected: bool = False
     """Whether the price is what a capture is expected to take: none was timed since."""
 
@@ -82,6 +89,16 @@ class Recapture:
         if runs:
             self.stays.append(runs)
 
+    def ran(self, with_graph: bool, seconds: float) -> None:
+        """A run for the host has been launched.
+
+        Args:
+            seconds: on the CPU's clock.
+        """
+        before, self._last = self._last, (with_graph, seconds)
+        if before is not None and before[0] == with_graph:
+            self._steps[with_graph].append(1000 * (seconds - before[1]))
+
     def ran_without(self, with_ms: float | None) -> None:
         """A run without a graph, which takes `with_ms` with one."""
         self.capture.pay(self._gain(with_ms) or 0.0)
@@ -105,4 +122,13 @@ class Recapture:
         """What a graph saves in a run."""
         if with_ms is None or self.without_ms is None:
             return None
+        without, step = self._step(False), self._step(True)
+        if without is not None and step is not None:
+            # launches may be ahead of the GPU
+            return max(0.0, max(without, with_ms) - max(step, with_ms))
         return max(0.0, self.without_ms + self.waits_ms - with_ms)
+
+    def _step(self, with_graph: bool) -> float | None:
+        """How far two runs that follow each other are apart; None before there were a few."""
+        known = self._steps[with_graph]
+        return statistics.median(known) if len(known) >= FEW_RUNS else None

@@ -4,6 +4,7 @@ is reported, and taken out of use: a plan, a key or a kernel."""
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,7 @@ class PlanRunner:
             outputs = self.outputs(plan, lookup.call)
             if plan.banks and not lookup.compared and self._context.config.check != "never":
                 look(plan)
+        plan.recapture.ran(plan.has_graph, time.perf_counter())
         if watch is not None:
             self._time(lookup, watch)
         if lookup.compared:

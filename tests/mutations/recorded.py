@@ -127,4 +127,19 @@ MUTATIONS = [
         "and all(map(pdl.is_dense, launch.early))", "",
         ("kernels/backend/test_pdl.py::test_a_launch_that_is_repeated_begins_early_in_a_capture_as_well",),
     ),
-]  # fmt: skip
+    Mutation(
+        "launches next to what a host does between two runs", "plans/recapture.py",
+        "if without is not None and step is not None:", "if False:",
+        ("plans/test_payback.py::test_how_far_runs_are_apart_tells_what_a_graph_saves",),
+    ),
+    Mutation(
+        "a pause between runs with a graph and without", "plans/recapture.py",
+        " and before[0] == with_graph:", ":",
+        ("plans/test_payback.py::test_a_few_runs_tell_nothing_of_how_far_they_are_apart",),
+    ),
+    Mutation(
+        "runs that a host does not make", "runtime/plan_runner.py",
+        "plan.recapture.ran(plan.has_graph, time.perf_counter())", "pass",
+        ("plans/test_recorded_plan.py::test_runs_for_a_host_are_clocked",),
+    ),
+]

@@ -12,7 +12,7 @@ from sfast_ext.plans.payback import (
     Speculation,
     doubled,
 )
-from sfast_ext.plans.recapture import RECORDING, Recapture
+from sfast_ext.plans.recapture import FEW_RUNS, RECORDING, Recapture
 
 
 def test_it_is_due_once_as_much_was_paid():
@@ -91,6 +91,48 @@ def again(stays=(), without=None, with_ms=1.0, price=10.0, runs=0, waits=0.0):
 )
 def test_a_graph_comes_back_at_once_if_the_stay_is_expected_to_give_it_back(given, at_once):
     assert again(**given) == at_once
+
+
+def runs(recapture, with_graph, step_ms, count=FEW_RUNS + 1, began=0.0):
+    """Of an image, and then a pause."""
+    for i in range(count):
+        recapture.ran(with_graph, began + 0.001 * step_ms * i)
+    return began + 0.001 * step_ms * count + 60.0
+
+
+@pytest.mark.parametrize(
+    ("without", "with_graph", "gain"),
+    [
+        (36.0, 20.0, 16.0),  # the host's own time and the launches come one after the other
+        (36.0, 5.0, 17.0),  # launches of a graph are ahead of the GPU, which takes 19
+        (12.0, 5.0, 0.0),  # launches are ahead in both ways
+        (20.0, 21.0, 0.0),
+    ],
+)
+def test_how_far_runs_are_apart_tells_what_a_graph_saves(without, with_graph, gain):
+    recapture = Recapture()
+    recapture.captured(150.0, launch_ms=100.0)
+    # a run alone takes hardly longer without
+    recapture.without_ms = 20.0
+    recapture.evicted(20)
+    assert not recapture.pays_at_once(19.0, 0)
+    then = runs(recapture, True, with_graph)
+    # of the pause between two images nothing is told
+    then = runs(recapture, False, without, began=then)
+    runs(recapture, True, with_graph, began=then)
+    assert recapture.pays_at_once(19.0, 0) == (gain * 20 >= 150)
+    recapture.ran_without(19.0)
+    assert recapture.capture.paid == pytest.approx(gain)
+
+
+def test_a_few_runs_tell_nothing_of_how_far_they_are_apart():
+    recapture = Recapture()
+    recapture.captured(150.0, launch_ms=100.0)
+    recapture.without_ms = 20.0
+    then = runs(recapture, True, 20.0)
+    runs(recapture, False, 36.0, FEW_RUNS, then)
+    recapture.ran_without(19.0)
+    assert recapture.capture.paid == pytest.approx(1.0)
 
 
 def test_the_price_is_that_of_the_quickest_capture():

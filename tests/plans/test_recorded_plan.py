@@ -75,6 +75,22 @@ def test_a_plan_repeats_its_launches_with_the_weights_of_now(monkeypatch: pytest
     pair.release()
 
 
+def test_runs_for_a_host_are_clocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[bool] = []
+    monkeypatch.setattr(Recapture, "ran", lambda self, with_graph, seconds: ran.append(with_graph))
+    pretend_a_gpu(monkeypatch)
+    pair = Pair(config=GRAPHS)
+    pair.same(1)
+    assert not ran
+    pair.plan_runs_again(3)
+    assert ran == [True, True, True] and only_plan(pair).has_graph
+    only_plan(pair).drop_graph()
+    monkeypatch.setattr(Recapture, "is_due", lambda self, with_ms: False)
+    pair.plan_runs_again(2)
+    assert ran[3:] == [False, False]
+    pair.release()
+
+
 def test_where_the_gpu_takes_longer_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_a_gpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: time.sleep(0.3))
@@ -166,6 +182,8 @@ def test_a_plan_whose_graphs_are_switched_off_is_recorded(monkeypatch: pytest.Mo
 
 def evicted(pair: Pair, pool: GraphPool, monkeypatch: pytest.MonkeyPatch, without_ms: float, capture_ms: float) -> Any:
     """The plan of a pair; a run with its graph takes 1 ms, its graph is gone."""
+    # in a test runs follow each other faster than these times
+    monkeypatch.setattr(Recapture, "ran", lambda self, with_graph, seconds: None)
     monkeypatch.setattr(Recapture, "is_due", IS_DUE)
     pair.same(3)
     made = only_plan(pair)
