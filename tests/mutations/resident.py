@@ -231,22 +231,22 @@ MUTATIONS = [
         (_REFORGE + "test_what_works_on_weights_by_itself_is_left_to_reforge",),
     ),
     Mutation(
-        "a UNet as a whole that leaves too little room for its forward", "hosts/forge/resident.py",
+        "a UNet as a whole that leaves too little room for its forward", "hosts/forge/resident_layers.py",
         "if stays and usable <= bytes_of(model):", "if False:",
         (_REFORGE + "test_without_room_for_all_of_it_and_a_forward_it_is_in_parts_once_8_bits_are_off",),
     ),
     Mutation(
-        "room that reForge does not tell", "hosts/forge/resident.py",
-        "usable = min(usable, known[2])", "pass",
+        "room that reForge does not tell", "hosts/forge/resident_layers.py",
+        "usable = min(usable, known.usable)", "pass",
         (_REFORGE + "test_without_room_for_all_of_it_and_a_forward_it_is_in_parts_once_8_bits_are_off",),
     ),
     Mutation(
         "the same at the end of a session", "hosts/forge/resident.py",
-        "whole = self._residence.shrinks or self._whole[found.module][2] > size", "whole = True",
+        "whole = self._residence.shrinks or self._whole[found.module].usable > size", "whole = True",
         (_REFORGE + "test_without_room_for_all_of_it_and_a_forward_it_is_in_parts_once_8_bits_are_off",),
     ),
     Mutation(
-        "a UNet in 8 bits whose patcher is gone", "hosts/forge/resident.py",
+        "a UNet in 8 bits whose patcher is gone", "hosts/forge/resident_layers.py",
         "if taken is not None and patcher is None:", "if False:",
         ("hosts/adapters/test_forge_resident.py::test_at_the_end_of_a_session_after_the_patcher_of_an_image_is_gone",),
     ),
