@@ -43,7 +43,12 @@ class Layer:
             weight, bias = forge_shared.cast(self, x)
         online = getattr(self, "forge_online_loras", None)
         if online is not None and "weight" in online:
-            weight = merged(*online["weight"], weight)
+            found = online["weight"]
+            if isinstance(found, list):
+                # as Forge's own loader has it
+                merge = sys.modules["backend.patcher.lora"].merge_lora_to_weight
+                return merge(patches=found, weight=weight, computation_dtype=weight.dtype), bias
+            weight = merged(*found, weight)
         return weight, bias
 
 
