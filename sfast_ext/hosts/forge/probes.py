@@ -113,11 +113,10 @@ _WHOLE = {
     ),
     f"{_BACKEND}:minimum_inference_memory": takes(),
     f"{_BACKEND}:compute_model_gpu_memory_when_using_cpu_swap": takes("current_free_mem", "inference_memory"),
-    f"{_BACKEND}:current_loaded_models": None,
     "backend.patcher.base:ModelPatcher": refers_to("object_patches", "object_patches_backup", "offload_device"),
     "backend.patcher.base:ModelPatcher.forge_patch_model": passes("self", "target_device"),
     "backend.patcher.base:ModelPatcher.has_online_lora": takes("self"),
-    "backend.patcher.lora:LoraLoader.refresh": refers_to("merge_lora_to_weight", "offload_device", "backup"),
+    "backend.patcher.lora:LoraLoader": refers_to("merge_lora_to_weight", "offload_device", "backup"),
     "backend.patcher.lora:merge_lora_to_weight": passes("patches", "weight"),
 }
 """What `resident_models.ResidentModels` wraps and calls."""
@@ -133,6 +132,7 @@ FORGE: tuple[Probe, ...] = (
     *_management(_BACKEND),
     probe(f"{_BACKEND}:LoadedModel.model_load", check=passes("self", ""), feature=MEMORY),
     *(probe(place, check=check, feature=RESIDENT) for place, check in _WHOLE.items()),
+    probe(f"{_BACKEND}:current_loaded_models", feature=(RESIDENT, VAE_ROOM)),
     *_vae_room("backend.patcher.vae", _BACKEND),
     # of the extension for LoRA, which is built in
     probe("networks:model_lora_keys_unet", check=passes("model"), feature=LORA_NAMES),
