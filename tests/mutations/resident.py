@@ -9,6 +9,8 @@ _BYTES = "runtime/test_resident_bytes.py::"
 _COPIES = "runtime/test_resident_copies.py::"
 _CHANGES = _TESTS + "test_changes_are_followed_at_the_next_call"
 _REFORGE = "hosts/adapters/test_reforge_resident.py::"
+_FORGE = "hosts/adapters/test_forge_old_resident.py::"
+_REFUSED = (_FORGE + "test_what_is_not_known_is_left_to_forge",)
 _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 
 MUTATIONS = [
@@ -231,23 +233,84 @@ MUTATIONS = [
         (_REFORGE + "test_what_works_on_weights_by_itself_is_left_to_reforge",),
     ),
     Mutation(
-        "a UNet as a whole that leaves too little room for its forward", "hosts/forge/resident.py",
+        "a UNet as a whole that leaves too little room for its forward", "hosts/forge/resident_layers.py",
         "if stays and usable <= bytes_of(model):", "if False:",
         (_REFORGE + "test_without_room_for_all_of_it_and_a_forward_it_is_in_parts_once_8_bits_are_off",),
     ),
     Mutation(
-        "room that reForge does not tell", "hosts/forge/resident.py",
-        "usable = min(usable, known[2])", "pass",
+        "room that reForge does not tell", "hosts/forge/resident_layers.py",
+        "usable = min(usable, known.usable)", "pass",
         (_REFORGE + "test_without_room_for_all_of_it_and_a_forward_it_is_in_parts_once_8_bits_are_off",),
     ),
     Mutation(
         "the same at the end of a session", "hosts/forge/resident.py",
-        "whole = self._residence.shrinks or self._whole[found.module][2] > size", "whole = True",
+        "whole = self._residence.shrinks or self._whole[found.module].usable > size", "whole = True",
         (_REFORGE + "test_without_room_for_all_of_it_and_a_forward_it_is_in_parts_once_8_bits_are_off",),
     ),
     Mutation(
-        "a UNet in 8 bits whose patcher is gone", "hosts/forge/resident.py",
+        "a UNet in 8 bits whose patcher is gone", "hosts/forge/resident_layers.py",
         "if taken is not None and patcher is None:", "if False:",
         ("hosts/adapters/test_forge_resident.py::test_at_the_end_of_a_session_after_the_patcher_of_an_image_is_gone",),
+    ),
+    Mutation(
+        "weights that stay while Forge moves a UNet", "hosts/forge/resident_models.py",
+        "with found.keeping_aside(place):", "with contextlib.nullcontext():",
+        (_FORGE + "test_a_lora_that_finds_no_room_on_the_gpu_is_made_in_system_memory",),
+    ),
+    Mutation(
+        "weights with LoRA without room on the GPU", "hosts/forge/resident_models.py",
+        "except torch.cuda.OutOfMemoryError:\n            # Forge would move",
+        "except ZeroDivisionError:\n            # Forge would move",
+        (_FORGE + "test_a_lora_that_finds_no_room_on_the_gpu_is_made_in_system_memory",),
+    ),
+    Mutation(
+        "a UNet that leaves the GPU and is taken for loaded", "hosts/forge/resident_models.py",
+        "self._management.current_loaded_models.remove(loader)", "pass",
+        (_FORGE + "test_with_more_memory_it_comes_as_a_whole_later",),
+    ),
+    Mutation(
+        "what Forge is told of a UNet in 8 bits", "hosts/forge/resident_models.py",
+        "loaded.inclusive_memory, loaded.exclusive_memory = there, max(0, needs(found, model) - there)", "pass",
+        (_FORGE + "test_weights_that_stay_are_not_counted_as_loaded",),
+    ),
+    Mutation(
+        "8-bit weights of the UNet that is loaded", "hosts/forge/resident_models.py",
+        "if any(each is loader.model.model for each in stay):", "if False:",
+        (_FORGE + "test_8_bit_weights_give_way_before_models_do_and_not_to_the_unet_itself",),
+    ),
+    Mutation(
+        "no weights on the GPU by choice, in Forge", "hosts/forge/resident_models.py",
+        "if kept != 0 and place is not None and", "if place is not None and",
+        (_FORGE + "test_with_no_weights_on_the_gpu_by_choice",),
+    ),
+    Mutation(
+        "a UNet that comes in parts while an image is made", "hosts/forge/hooks.py",
+        "forms = 0 if self._resident is None else self._resident.changes", "forms = 0",
+        (_FORGE + "test_memory_runs_out_in_the_middle_of_an_image",),
+    ),
+    Mutation(
+        "parts of a UNet that others have put in place, in Forge", "hosts/forge/residence.py",
+        'any(name.startswith("diffusion_model") for name in objects)', "False",
+        _REFUSED,
+    ),
+    Mutation(
+        "LoRA in the layers of a UNet in 8 bits, in Forge", "hosts/forge/residence.py",
+        "return bool(casts or patcher.has_online_lora() or", "return bool(casts or",
+        _REFUSED,
+    ),
+    Mutation(
+        "layers that cast their weights, in Forge", "hosts/forge/residence.py",
+        "return bool(casts or patcher", "return bool(patcher",
+        _REFUSED,
+    ),
+    Mutation(
+        "UNets that stay on the GPU by choice", "hosts/forge/resident.py",
+        "if place_of(patcher.offload_device) is not None:", "if False:",
+        _REFUSED,
+    ),
+    Mutation(
+        "weights of several kinds, on a small card", "hosts/forge/resident.py",
+        "if kinds != {(nn.Parameter, computed)} or computed not in _HALF or refusal_of", "if refusal_of",
+        _REFUSED,
     ),
 ]

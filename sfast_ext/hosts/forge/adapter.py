@@ -17,6 +17,8 @@ from sfast_ext.hosts.forge.memory import ClassicMemory, ForgeMemory, OldMemory, 
 from sfast_ext.hosts.forge.programs import CLASSIC, FORGE, NEO, REFORGE, Program
 from sfast_ext.hosts.forge.residence import Residence
 from sfast_ext.hosts.forge.resident import ResidentUnet
+from sfast_ext.hosts.forge.resident_layers import ResidentLayers
+from sfast_ext.hosts.forge.resident_models import ResidentModels
 from sfast_ext.hosts.forge.secondary import KEPT_CONTROLNETS, SecondaryNetworks
 from sfast_ext.hosts.forge.vae_room import VaeRoom
 from sfast_ext.hosts.probes import Examined
@@ -44,6 +46,7 @@ class ForgeSession(WebUISession):
     """What the program calls itself."""
     RESIDENCE: ClassVar[Residence] = residence.NEO
     _make_memory: ClassVar[type[ForgeMemory]] = ForgeMemory
+    _make_resident: ClassVar[type[ResidentUnet]] = ResidentLayers
 
     def __init__(self, version: str, found: Examined | None = None) -> None:
         super().__init__(version, found)
@@ -55,7 +58,9 @@ class ForgeSession(WebUISession):
         self.attachments = (self._unets, *self._secondary.attachments, *small)
         self._memory = self._make_memory((*self._secondary.attachments, self._unets), self.report)
         self._vae_room = VaeRoom(self._memory.make_room, self.report)
-        self._resident = ResidentUnet(self.RESIDENCE, self._unets, self.config, self._memory.unrestored, self.report)
+        self._resident = self._make_resident(
+            self.RESIDENCE, self._unets, self.config, self._memory.unrestored, self.report
+        )
 
     @classmethod
     def is_host(cls) -> bool:
@@ -168,10 +173,11 @@ class OldSession(ForgeSession):
 
     PROGRAM = FORGE
     HOST = "Forge"
-    FOLLOWS_RESIDENCE = False
+    RESIDENCE = residence.FORGE
     PROBES = probes.FORGE
     TESTED = ("2.0.1",)
     _make_memory = OldMemory
+    _make_resident = ResidentModels
     running = None
 
     @classmethod

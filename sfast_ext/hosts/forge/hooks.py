@@ -88,7 +88,9 @@ class ForgeHooks:
         if unet is None:
             return None
         holder = self._holder()
-        state = self._program.state(holder, unet)
+        # what keeps a UNet in parts need not show in the first of its weights
+        forms = 0 if self._resident is None else self._resident.changes
+        state = (*self._program.state(holder, unet), forms)
         if state != self._state:
             self._reason = self._weights_reason(holder, unet)
             self._state = state

@@ -200,6 +200,12 @@ class OldMemory(WholeMemory):
             return ()
         return {*loader.backup, *(key for found in patcher.lora_patches.values() for key in found)}
 
+    def _patches(self, weight: torch.Tensor) -> bool:
+        """Those of layers in 8 bits stay in system memory."""
+        residents = [each.arena.resident for of in self._attachments for each in of.accelerators()]
+        asides = (each for each in residents if each.banks and not each.in_parts)
+        return weight.is_cuda or not any(each.is_aside(weight) for each in asides)
+
 
 class ClassicMemory(WholeMemory):
     """The same in Forge Classic, which reads the sizes of a model from its `state_dict()` each time that it makes room,

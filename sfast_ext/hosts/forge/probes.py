@@ -102,6 +102,25 @@ NEO: tuple[Probe, ...] = (
     _controlnet("backend.patcher.controlnet"),
 )
 
+_WHOLE = {
+    f"{_BACKEND}:load_models_gpu": passes("models", "memory_required", "hard_memory_preservation"),
+    f"{_BACKEND}:free_memory": passes("memory_required", "device", "keep_loaded"),
+    f"{_BACKEND}:LoadedModel.compute_inclusive_exclusive_memory": passes("self"),
+    f"{_BACKEND}:LoadedModel.model_load": passes("self", ""),
+    f"{_BACKEND}:LoadedModel.model_unload": takes("self"),
+    f"{_BACKEND}:LoadedModel": refers_to(
+        "real_model", "inclusive_memory", "exclusive_memory", "forge_patch_model", "refresh_loras"
+    ),
+    f"{_BACKEND}:minimum_inference_memory": takes(),
+    f"{_BACKEND}:compute_model_gpu_memory_when_using_cpu_swap": takes("current_free_mem", "inference_memory"),
+    "backend.patcher.base:ModelPatcher": refers_to("object_patches", "object_patches_backup", "offload_device"),
+    "backend.patcher.base:ModelPatcher.forge_patch_model": passes("self", "target_device"),
+    "backend.patcher.base:ModelPatcher.has_online_lora": takes("self"),
+    "backend.patcher.lora:LoraLoader": refers_to("merge_lora_to_weight", "offload_device", "backup"),
+    "backend.patcher.lora:merge_lora_to_weight": passes("patches", "weight"),
+}
+"""What `resident_models.ResidentModels` wraps and calls."""
+
 FORGE: tuple[Probe, ...] = (
     *_FORGE,
     probe("backend.patcher.base:ModelPatcher", check=refers_to("lora_patches", "lora_loader")),
@@ -112,6 +131,11 @@ FORGE: tuple[Probe, ...] = (
     probe(f"{_BACKEND}:LoadedModel", check=refers_to("prev_parameters_manual_cast", "parameters_manual_cast")),
     *_management(_BACKEND),
     probe(f"{_BACKEND}:LoadedModel.model_load", check=passes("self", ""), feature=MEMORY),
+    *(probe(place, check=check, feature=RESIDENT) for place, check in _WHOLE.items()),
+    probe(f"{_BACKEND}:current_loaded_models", feature=(RESIDENT, VAE_ROOM)),
+    *_vae_room("backend.patcher.vae", _BACKEND),
+    # of the extension for LoRA, which is built in
+    probe("networks:model_lora_keys_unet", check=passes("model"), feature=LORA_NAMES),
     _controlnet("backend.patcher.controlnet"),
 )
 

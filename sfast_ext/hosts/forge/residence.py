@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class Residence:
             have too little room next to it. Else it is not even said how little there is.
         least: memory of a card, as a multiple of the UNet's weights, with less of which the original forward has too
             little room next to all of them; 0: what is free then tells.
+        patched: the names of weights that get LoRA with the next load, next to which those without it stay.
     """
 
     networks: frozenset[str]
@@ -32,6 +33,7 @@ class Residence:
     changed_otherwise: Callable[[Any], bool]
     shrinks: bool
     least: float
+    patched: Callable[[Any], Collection[str]]
 
     def suits(self, card: int, unet: nn.Module) -> bool:
         """Whether a card of so many bytes has room for a UNet as a whole."""
@@ -42,12 +44,17 @@ def _patched_otherwise(patcher: Any) -> bool:
     return bool(patcher.force_cast_weights or patcher.weight_wrapper_patches or patcher.weight_inplace_update)
 
 
+def _to_patch(patcher: Any) -> Collection[str]:
+    return () if patcher.model.current_weight_patches_uuid == patcher.patches_uuid else patcher.patches
+
+
 NEO = Residence(
     frozenset({"IntegratedUNet2DConditionModel"}),
     lambda model: getattr(model, "computation_dtype", None),
     lambda patcher: patcher.has_online_lora() or _patched_otherwise(patcher),
     shrinks=True,
     least=0.0,
+    patched=_to_patch,
 )
 
 
@@ -71,6 +78,34 @@ REFORGE = Residence(
     shrinks=False,
     # of SDXL 8 GB are 1.67, and 6 GB, on which memory ran out in the first image, 1.25
     least=1.4,
+    patched=_to_patch,
+)
+
+
+def _forge_changed_otherwise(patcher: Any) -> bool:
+    # layers that cast their weights, if not because they are in parts; parts of the UNet that others have put in place
+    layers = (m for m in patcher.model.modules() if hasattr(m, "parameters_manual_cast"))
+    casts = any(getattr(m, "prev_parameters_manual_cast", m.parameters_manual_cast) for m in layers)
+    objects = (*patcher.object_patches, *patcher.object_patches_backup)
+    return bool(casts or patcher.has_online_lora() or any(name.startswith("diffusion_model") for name in objects))
+
+
+def _forge_to_patch(patcher: Any) -> Collection[str]:
+    loader = patcher.lora_loader
+    if str(list(patcher.lora_patches)) == loader.loaded_hash:
+        return ()
+    # those that have LoRA already are replaced
+    return {key for found in patcher.lora_patches.values() for key in found} - loader.backup.keys()
+
+
+FORGE = Residence(
+    frozenset({"IntegratedUNet2DConditionModel"}),
+    lambda model: getattr(model, "computation_dtype", None),
+    _forge_changed_otherwise,
+    # a patcher that is loaded already is not loaded again
+    shrinks=False,
+    least=0.0,
+    patched=_forge_to_patch,
 )
 
 
@@ -96,13 +131,6 @@ def needs(found: Accelerator, model: nn.Module) -> int:
 def held(found: Accelerator, model: nn.Module) -> int:
     """What is on the GPU of a UNet, and of its weights in 8 bits."""
     return on_gpu(model) + found.arena.banks.held
-
-
-def patched_bytes(patcher: Any) -> int:
-    """What weights take that get LoRA, next to those without it."""
-    if patcher.model.current_weight_patches_uuid == patcher.patches_uuid:
-        return 0
-    return sum(p.nbytes for key, p in patcher.model.named_parameters() if key in patcher.patches)
 
 
 def leave(found: Accelerator) -> None:

@@ -1,4 +1,4 @@
-"""What Forge Neo and reForge are told of the memory that a VAE needs.
+"""What Forge, Forge Neo and reForge are told of the memory that a VAE needs.
 
 Forge estimates what the original takes, and moves models to system memory until so much is free: 4.6 GB for SDXL at
 1024x1024. A plan takes about a fourth of that. With the plan's need, text encoders and the UNet stay on a small card.

@@ -49,7 +49,7 @@ def of(
 ) -> torch.Tensor:
     """The image of a checkpoint without us, on a CPU; these of its weights are channels last."""
     with standin.running() as other, apart():
-        other._load = lambda patcher: patcher.partially_load(other.place, 1e32)
+        other._load = other.load_whole
         other.load(seed, CHANNELS)
         other.lora(everywhere=True, **loras)
         for name in channels_last:
@@ -96,6 +96,44 @@ class Running:
     def model(self) -> Any:
         return self.host.model_data.sd_model.forge_objects.unet.model
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether the UNet is loaded in parts."""
+        marked = any("prev_parameters_manual_cast" in vars(m) for m in self.host.unet.modules())
+        return marked or getattr(self.model, "model_lowvram", False)
+
+    @property
+    def told(self) -> tuple[int, int]:
+        """Bytes of the UNet that Forge takes for loaded, and that it would load."""
+        (loaded,) = [each for each in self.host.current if each.model.model is self.model]
+        if hasattr(loaded, "model_offloaded_memory"):
+            return loaded.model_loaded_memory(), loaded.model_offloaded_memory()
+        loaded.compute_inclusive_exclusive_memory()
+        return loaded.inclusive_memory, loaded.exclusive_memory
+
+    @property
+    def loaded(self) -> int:
+        """Bytes of the UNet that Forge takes for loaded; none if it has left the GPU."""
+        if hasattr(self.model, "model_loaded_weight_memory"):
+            return int(self.model.model_loaded_weight_memory)
+        known = any(each.model.model is self.model for each in self.host.current)
+        return sum(p.nbytes for p in self.host.unet.parameters() if p.is_cuda) if known else 0
+
+    @contextlib.contextmanager
+    def without_room_for_all(self) -> Iterator[None]:
+        """Within, all of the UNet finds no room on the GPU."""
+        name = "load" if hasattr(self.patcher, "load") else "forge_patch_model"
+        real = getattr(self.patcher, name)
+
+        def short(patcher: Any, device: Any = None, *args: Any, **more: Any) -> Any:
+            if more.get("full_load", name != "load" and device is not None):
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+            return real(patcher, device, *args, **more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.patcher, name, short)
+            yield
+
     def counter(self, name: str) -> int:
         return int(self.session.report.counter(name))
 
@@ -103,6 +141,11 @@ class Running:
     def away(self) -> int:
         """How many parameters of linear layers are in system memory."""
         return sum(m.weight.device.type == "cpu" for m in self.host.unet.modules() if isinstance(m, nn.Linear))
+
+    @property
+    def off(self) -> int:
+        """Bytes of the UNet in system memory."""
+        return sum(p.nbytes for p in self.host.unet.parameters() if not p.is_cuda)
 
     @property
     def there(self) -> int:

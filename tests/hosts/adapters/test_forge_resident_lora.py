@@ -24,7 +24,7 @@ def test_a_lora_is_right_after_the_extension_was_turned_off(on: Running) -> None
     on.host.opts.data["sfast_enabled"] = False
     # in the second one Forge finds more memory, which plans had
     for _ in range(3):
-        assert on.picture() < 1e-2 and on.model.model_lowvram
+        assert on.picture() < 1e-2 and on.in_parts
 
 
 @room(1.6)
@@ -34,9 +34,9 @@ def test_a_lora_is_right_after_forge_had_to_load_in_parts(on: Running) -> None: 
     # another program takes memory, and an extension's hook keeps plans from running
     on.card.outside = int(0.7 * SIZE)
     on.host.unet.middle_block.register_forward_hook(lambda module, given, result: result)
-    assert on.picture() < 0.06 and on.model.model_lowvram
+    assert on.picture() < 0.06 and on.in_parts
     on.card.outside = int(0.68 * SIZE)
-    assert on.picture() < 0.06 and on.model.model_lowvram
+    assert on.picture() < 0.06 and on.in_parts
 
 
 @room(1.6, 1.45)
@@ -46,7 +46,7 @@ def test_if_the_first_forward_with_a_lora_runs_out_of_memory(on: Running) -> Non
     conv, real = on.host.unet.out[2], type(on.host.unet.out[2]).forward
 
     def short(layer: Any, x: torch.Tensor) -> torch.Tensor:
-        if layer is conv and not on.model.model_lowvram:
+        if layer is conv and not on.in_parts:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return real(layer, x)
 
@@ -54,9 +54,9 @@ def test_if_the_first_forward_with_a_lora_runs_out_of_memory(on: Running) -> Non
         patch.setattr(type(conv), "forward", short)
         # the weights with LoRA, which Forge replaces, make room for those in parts
         found = shown(on.host.generate().to("cpu"))
-    assert relative_error([found], [wanted]) < 1e-2 and on.model.model_lowvram
+    assert relative_error([found], [wanted]) < 1e-2 and on.in_parts
     for _ in range(2):
-        assert on.picture() < 1e-2 and on.model.model_lowvram
+        assert on.picture() < 1e-2 and on.in_parts
     assert on.counter("errors") == 0
 
 
@@ -68,21 +68,13 @@ def test_if_all_of_it_cannot_be_loaded_it_is_in_parts_at_once(on: Running, retur
         # an extension's hook keeps plans from running, and all weights are there
         on.host.unet.middle_block.register_forward_hook(lambda module, given, result: result)
         assert on.picture() < 0.06 and not on.away
-    real = on.patcher.load
-
-    def short(patcher: Any, *args: Any, full_load: bool = False, **more: Any) -> None:
-        if full_load:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        real(patcher, *args, full_load=full_load, **more)
-
     on.lora(a=1.0)
     wanted = on.of(1, a=1.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(on.patcher, "load", short)
+    with on.without_room_for_all():
         found = shown(on.host.generate().to("cpu"))
-    assert relative_error([found], [wanted]) < 1e-2 and on.model.model_lowvram
+    assert relative_error([found], [wanted]) < 1e-2 and on.in_parts
     # as much of it as Forge has room for
-    assert on.model.model_loaded_weight_memory > 0.7 * SIZE
+    assert on.loaded > getattr(on.standin, "IN_PARTS", 0.7) * SIZE
 
 
 @room(1.6)
@@ -104,10 +96,10 @@ def test_8_bit_weights_that_cannot_be_freed_end_no_image(on: Running, monkeypatc
     # layers have kept the layout that plans gave them, which rounds otherwise, as it does without us
     kept = tuple(name for name, p in on.host.unet.named_parameters() if not p.is_contiguous())
     laid, plain = (on.of(on.seed, steps, size, names, **on.loras) for names in (kept, ()))
-    assert error == pytest.approx(relative_error([laid], [plain]), abs=1e-6) and failed and on.model.model_lowvram
-    assert on.picture() < 1e-3 and on.model.model_lowvram
+    assert error == pytest.approx(relative_error([laid], [plain]), abs=1e-6) and failed and on.in_parts
+    assert on.picture() < 1e-3 and on.in_parts
     on.lora()
-    assert on.picture() < 0.06 and not on.model.model_lowvram
+    assert on.picture() < 0.06 and not on.in_parts
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -131,7 +123,7 @@ def test_at_the_end_of_a_session_weights_that_cannot_come_back(
     monkeypatch.setattr(Resident, "bring_back", short)
     on.kind.stop()
     there = sum(p.nbytes for p in on.host.unet.parameters() if p.is_cuda)
-    assert failed and on.model.model_loaded_weight_memory >= there - SMALL and on.card.used < there + SMALL
+    assert failed and on.loaded >= there - SMALL and on.card.used < there + SMALL
     assert on.picture() < 1e-3
 
 
@@ -147,7 +139,7 @@ def test_forges_own_fault(
     on.kind.stop()
     monkeypatch.setattr(on.patcher, "MENDED", mended)
     on.lora(online=online, a=-1.0)
-    assert on.picture() == 0 and on.model.model_lowvram
+    assert on.picture() == 0 and on.in_parts
     # another program takes 2 % less
     on.card.outside = int(-0.02 * SIZE)
-    assert (on.picture() > 0.1) != mended and on.model.model_lowvram
+    assert (on.picture() > 0.1) != mended and on.in_parts

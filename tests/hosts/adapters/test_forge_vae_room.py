@@ -1,4 +1,5 @@
-"""What Forge Neo and reForge free for a VAE: as much as a plan needs if one serves the call, else their estimate."""
+"""What Forge, Forge Neo and reForge free for a VAE: as much as a plan needs if one serves the call, else what
+they estimate."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from pretended_card import GPU, pretended_card
 
-from hosts.standins import forge_neo_memory, reforge_memory
+from hosts.standins import forge_neo_memory, forge_old_memory, reforge_memory
 from hosts.standins import forge_secondary as secondary
 from sfast_ext.accelerator import accelerator_of
 from sfast_ext.hosts import gpu_room, vae
@@ -83,7 +84,11 @@ class Running:
         return plan.peak_bytes + gpu_room.PLANS_WORKSPACE
 
 
-PROGRAMS = {"Forge Neo": (forge_neo_memory, forge.ForgeSession), "reForge": (reforge_memory, forge.ReforgeSession)}
+PROGRAMS = {
+    "Forge Neo": (forge_neo_memory, forge.ForgeSession),
+    "Forge": (forge_old_memory, forge.OldSession),
+    "reForge": (reforge_memory, forge.ReforgeSession),
+}
 
 
 @pytest.fixture(params=PROGRAMS)

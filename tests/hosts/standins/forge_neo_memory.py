@@ -135,6 +135,10 @@ class Managed(forge.Host):
     def _module_of(self, size: int) -> Any:
         return Another(size)
 
+    def load_whole(self, patcher: Any) -> None:
+        """All of a model comes to the GPU."""
+        patcher.partially_load(self.place, 1e32)
+
     def patcher_of(self, size: int) -> Any:
         """The patcher of a model of so many bytes."""
         return type(self.model_data.sd_model.original)(self._module_of(size), self.place)

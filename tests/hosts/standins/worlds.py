@@ -115,7 +115,7 @@ WORLDS: dict[str, Callable[[], Any]] = {
     "SDNextSession": _sdnext,
     "ForgeSession": lambda: _ldm("forge_neo_memory"),
     "ClassicSession": lambda: _ldm("forge_classic"),
-    "OldSession": lambda: _ldm("forge_old"),
+    "OldSession": lambda: _ldm("forge_old_memory"),
     "ReforgeSession": lambda: _ldm("reforge"),
 }
 """By the name of the session class. `test_probes.py` fails on a class that has none."""
