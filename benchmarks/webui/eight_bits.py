@@ -47,6 +47,7 @@ FLAGS = {
     "a1111": {6: (f"--medvram {SDP}", f"--medvram {SDP}"), 8: (f"--medvram-sdxl {SDP}", SDP)},
     "sdnext": {6: ("", ""), 8: ("", "")},
     "forge-neo": {6: ("", ""), 8: ("", "")},
+    "forge": {6: ("", ""), 8: ("", "")},
     "reforge": {6: ("", ""), 8: ("", "")},
 }
 """Of each card: as it is used today, and with 8 bits."""
