@@ -71,9 +71,9 @@ class ResidentModels(ResidentUnet):
         *args: Any,
         **more: Any,
     ) -> Any:
-        call = self._call
+        call, models = self._call, list(models)
         before = call.patchers, call.preserved
-        call.patchers, call.preserved = tuple(models), hard_memory_preservation
+        call.patchers, call.preserved = models, hard_memory_preservation
         try:
             for patcher in models:
                 guarded(self._report, "memory", lambda patcher=patcher: self._leave_parts(patcher))  # type: ignore[misc]
@@ -106,7 +106,10 @@ class ResidentModels(ResidentUnet):
         model, place = loaded.model.model, place_of(loaded.device)
         found = self._in_8_bits(model)
         if found is not None and not self._asked(functools.partial(self._may, found, loaded.model, place)):
-            self._end(found)
+            if self._end(found):
+                # next to a rest that is on the GPU Forge would load no more than that rest
+                model.to(loaded.model.offload_device)
+                torch.cuda.empty_cache()
             found = None
         result = original(loaded)
         if found is not None:
@@ -257,10 +260,22 @@ class ResidentModels(ResidentUnet):
 
     def _leaves(self, unet: nn.Module) -> None:
         loader = self.loader(unet)
-        super()._leaves(unet)
-        if loader is not None:
+        try:
+            super()._leaves(unet)
+        finally:
             self._unlist(loader)
+
+    def in_parts(self, found: Accelerator) -> bool:
+        """See `ResidentUnet.in_parts`. If that fails, Forge loads the UNet when it is used next."""
+        loader = self.loader(found.module)
+        try:
+            return super().in_parts(found)
+        except BaseException:
+            self._unlist(loader)
+            raise
 
     def _unlist(self, loader: Any) -> None:
         """What leaves the GPU is loaded again when it is used."""
-        self._management.current_loaded_models.remove(loader)
+        listed = self._management.current_loaded_models
+        if any(each is loader for each in listed):
+            listed.remove(loader)
