@@ -77,7 +77,8 @@ class PlanRunner:
             outputs = self.outputs(plan, lookup.call)
             if plan.banks and not lookup.compared and self._context.config.check != "never":
                 look(plan)
-        plan.recapture.ran(plan.has_graph, time.perf_counter())
+        if self._on_gpu(plan):
+            plan.recapture.ran(plan.has_graph, time.perf_counter())
         if watch is not None:
             self._time(lookup, watch)
         if lookup.compared:
