@@ -21,8 +21,9 @@ from torch import nn
 from sfast_ext.behaviour import surroundings
 from sfast_ext.behaviour.contents import Contents
 from sfast_ext.behaviour.foreign_code import Patch
-from sfast_ext.behaviour.reader import MECHANICS, ClassReading, Reader, Vouch
+from sfast_ext.behaviour.reader import ClassReading, Reader, Vouch
 from sfast_ext.behaviour.snapshot import Snapshot
+from sfast_ext.behaviour.value_types import MECHANICS
 from sfast_ext.behaviour.values import Unknown
 
 

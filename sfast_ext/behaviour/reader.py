@@ -45,11 +45,6 @@ _PLAIN_WEIGHTS = frozenset({nn.Parameter, torch.Tensor})
 _METHODS = (types.MethodType, types.MethodWrapperType)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, *_METHODS, functools.partial)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-MECHANICS = frozenset(nn.Module().__dict__) | {
-    "forward", "_old_forward", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_version",
-    "_forward_hooks", "_forward_pre_hooks", "_hf_hook",
-}  # fmt: skip
-"""Attributes that every module has, or that a hook adds: read one by one, or without influence on behaviour."""
 
 Vouch = Callable[[nn.Module, str, Any], bool]
 

@@ -12,8 +12,9 @@ from torch import nn
 from sfast_ext.behaviour.contents import Contents, NoContents
 from sfast_ext.behaviour.forward_slot import AcceleratedForward, forward_of, is_own_forward
 from sfast_ext.behaviour.reach import Walk, looked_into, names_within
-from sfast_ext.behaviour.reader import MECHANICS, ClassReading, Reader
+from sfast_ext.behaviour.reader import ClassReading, Reader
 from sfast_ext.behaviour.snapshot import NoSnapshot
+from sfast_ext.behaviour.value_types import MECHANICS
 
 
 class KnownCode:

@@ -24,8 +24,15 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+from torch import nn
 
 from sfast_ext.behaviour.foreign_code import COMMON, package
+
+MECHANICS = frozenset(nn.Module().__dict__) | {
+    "forward", "_old_forward", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_version",
+    "_forward_hooks", "_forward_pre_hooks", "_hf_hook",
+}  # fmt: skip
+"""Attributes that every module has, or that a hook adds: read one by one, or without influence on behaviour."""
 
 ATOMS = frozenset(
     {

@@ -371,16 +371,8 @@ class PlanFinder:
         def below() -> Callable[..., Any] | None:
             return context.slot.previous
 
-        return BehaviourKeys(
-            context.module,
-            hooks.ignored,
-            hooks.recognised,
-            kept,
-            first,
-            hooks.transparent,
-            below,
-            hooks.ignored_globals,
-        )
+        known = hooks.transparent, below, hooks.ignored_globals
+        return BehaviourKeys(context.module, hooks.ignored, hooks.recognised, kept, first, *known)
 
 
 def _of_single_channels(module: nn.Module) -> bool:

@@ -11,7 +11,8 @@ import torch
 
 from sfast_ext import Config, accelerate
 from sfast_ext.behaviour import surroundings
-from sfast_ext.behaviour.fingerprint import MECHANICS, Reader
+from sfast_ext.behaviour.fingerprint import Reader
+from sfast_ext.behaviour.value_types import MECHANICS
 
 
 @pytest.fixture(autouse=True)
