@@ -48,7 +48,7 @@ class _Detour:
 
     def __init__(self, function: FunctionType) -> None:
         self.code = function.__code__
-        self.stub = _stub(len(function.__code__.co_freevars), self._call)
+        self.stub: CodeType | None = _stub(len(function.__code__.co_freevars), self._call)
         self.users = 0
         self._function = function
         self._original = _copy(function)
@@ -64,10 +64,12 @@ def _install(function: FunctionType) -> bool:
     detour = _detours.get(function)
     if detour is None:
         detour = _Detour(function)
+        assert detour.stub is not None
         try:
             function.__code__ = detour.stub
         except (TypeError, ValueError):
             logger.debug("%s cannot be intercepted", function, exc_info=True)
+            detour.stub = None
             return False
         _detours[function] = detour
     detour.users += 1
@@ -82,6 +84,8 @@ def _remove(function: FunctionType) -> None:
         # a third party may have replaced it since
         if function.__code__ is detour.stub:
             function.__code__ = detour.code
+        # its constant leads back here, and Python's garbage collection does not look into code
+        detour.stub = None
 
 
 def _copy(function: FunctionType) -> FunctionType:

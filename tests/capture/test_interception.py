@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -155,3 +157,36 @@ def test_code_that_somebody_exchanged_meanwhile_stays():
         assert victim() == 1
         victim.__code__ = other.__code__
     assert victim() == 2
+
+
+def test_nothing_stays_of_an_interception():
+    # code is not searched by Python's garbage collection, and the stub's code leads to its detour
+    def victim():
+        return 1
+
+    with intercepted({victim: lambda original: original() + 1}):
+        detour = weakref.ref(interception._detours[victim])
+        assert victim() == 2
+    gc.collect()
+    assert detour() is None and victim() == 1
+    gone = weakref.ref(victim)
+    del victim
+    gc.collect()
+    assert gone() is None
+
+
+def test_nothing_stays_of_a_function_that_cannot_be_intercepted(monkeypatch):
+    def victim():
+        return 1
+
+    made, stub = [], interception._stub
+
+    def with_a_cell_too_many(cells, call):
+        made.append(weakref.ref(call.__self__))
+        return stub(cells + 1, call)
+
+    monkeypatch.setattr(interception, "_stub", with_a_cell_too_many)
+    with intercepted({victim: lambda original: 2}):
+        assert victim() == 1
+    gc.collect()
+    assert made and made[0]() is None
