@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 from types import SimpleNamespace
 
@@ -80,12 +81,19 @@ def test_the_reference_of_8_bits_has_them_too_and_is_on_no_card(monkeypatch, tmp
                 assert extended == (eight_bits or not reference)
                 assert ('"sfast_eight_bits": true' in told) == eight_bits
                 assert (more["packages"] is None) == (eight_bits and reference)
+        chosen.alone = True
+        chosen.start(tmp_path, 0, reference=False)
+        args, more = started.pop()
+        told = json.dumps([each for each in args if isinstance(each, dict)])
+        assert not more.get("extension", "disabled_extensions" not in told) and "sfast_" not in told
+        assert more["packages"] is not None
 
 
 class Host:
     """A host whose images are given; at rest one of 0, and with a LoRA another."""
 
     name, flags, tolerance, card, eight_bits = "Given", "", 1.0, None, False
+    alone = False
 
     def __init__(self, stock, ours, error=None, lora=9, held=(), resident=()):
         self.given, self.error, self.lora = {True: stock, False: ours}, error, lora
@@ -171,6 +179,17 @@ def test_each_scene_is_told_of_as_it_is_judged_and_the_counters_at_the_end():
         "reasons_since_start": {"why": 2}, "last_error": None,
     }  # fmt: skip
     assert not any(each["resident"] for each in told[:-1])
+
+
+def test_what_the_webui_alone_holds_is_told_and_nothing_is_compared():
+    told, at = [], [{"gpu": n, "system": n} for n in range(3)]
+    host = Host([[5], [7], None], [[6], [9], None], held=at)
+    host.alone = host.eight_bits = True
+    found = random_scenes.alone(host, None, 4, 3, math.inf, told.append)
+    assert (found.scenes, found.failed, found.faults, found.seeds) == (3, 1, [], [4])
+    assert found.memory == [dict(zip(("start", "first", "end"), at))]
+    assert told == [{"seed": 4, "memory": found.memory[0]}]
+    assert not host.reference and not [payload for _, payload in host.options if payload.keys() & set(OURS)]
 
 
 def test_an_error_of_ours_is_a_fault():

@@ -25,6 +25,7 @@ from .random_scene_draws import (
     Images,
     add_scripts,
     card_of,
+    has_extension,
     least_of,
     settings_of,
     size_of_plain,
@@ -47,6 +48,7 @@ class A1111:
     name = "AUTOMATIC1111"
     card: float | None = None
     eight_bits: bool = False
+    alone: bool = False
 
     def __post_init__(self) -> None:
         self.flags = a1111.FLAGS
@@ -76,7 +78,7 @@ class A1111:
 
     def start(self, data: Path, seed: int, *, reference: bool) -> WebUI:
         settings = {"sd_model_checkpoint": CHECKPOINTS[self.large][0], **settings_of(self, reference=reference)}
-        if reference and not self.eight_bits:
+        if not has_extension(self, reference=reference):
             settings["disabled_extensions"] = ["stable-fast"]
         packages, name = small_card(card_of(self, reference=reference)), "reference" if reference else "compared"
         return a1111.start(data, name, settings, flags=self.flags_of(seed), packages=packages)

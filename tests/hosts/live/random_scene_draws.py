@@ -99,6 +99,8 @@ class Host(Protocol):
     card: float | None
     """Memory in GiB of the card that is emulated on a GPU."""
     eight_bits: bool
+    alone: bool
+    """Whether the WebUI that is started has no extension: see `random_scenes.alone`."""
 
     @property
     def tolerance(self) -> float:
@@ -133,11 +135,16 @@ class Host(Protocol):
         """The images of a step."""
 
 
+def has_extension(host: Host, *, reference: bool) -> bool:
+    """Whether a WebUI has the extension. In 8 bits the reference has it as well: 8 bits change the image by design."""
+    return not host.alone and (host.eight_bits or not reference)
+
+
 def settings_of(host: Host, *, reference: bool) -> dict[str, Any]:
-    """The extension's settings. In 8 bits the reference has it as well: 8 bits change the image by design."""
-    if host.eight_bits:
-        return {"sfast_allow_cpu": True, "sfast_eight_bits": True}
-    return {} if reference else {"sfast_allow_cpu": True}
+    """The extension's settings."""
+    if not has_extension(host, reference=reference):
+        return {}
+    return {"sfast_allow_cpu": True, **({"sfast_eight_bits": True} if host.eight_bits else {})}
 
 
 def card_of(host: Host, *, reference: bool) -> float | None:

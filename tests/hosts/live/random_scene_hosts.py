@@ -29,6 +29,7 @@ from .random_scene_draws import (
     Images,
     add_scripts,
     card_of,
+    has_extension,
     least_of,
     settings_of,
     size_of_plain,
@@ -54,6 +55,7 @@ class Forge:
     latents: str
     card: float | None = None
     eight_bits: bool = False
+    alone: bool = False
 
     def __post_init__(self) -> None:
         self.name, self.flags = self.program.name, self.program.flags
@@ -96,7 +98,7 @@ class Forge:
         settings["sd_vae_decode_method"] = "Full" if seed % 4 == 0 or self.large else self.latents
         # see SETTINGS of `forge.py`
         settings["CLIP_stop_at_last_layers"] = 1
-        if reference and not self.eight_bits:
+        if not has_extension(self, reference=reference):
             settings["disabled_extensions"] = ["stable-fast"]
         packages, name = small_card(card_of(self, reference=reference)), "reference" if reference else "compared"
         return forge.start(data, name, settings, self.program, packages=packages)
@@ -186,6 +188,7 @@ class SDNext:
     name = "SD.Next"
     card: float | None = None
     eight_bits: bool = False
+    alone: bool = False
 
     def __post_init__(self) -> None:
         self.flags = sdnext.FLAGS
@@ -231,7 +234,7 @@ class SDNext:
             settings |= {"sd_model_checkpoint": f"Diffusers/{next(iter(self.loras))}", "cuda_dtype": "FP16"}
             settings["diffusers_offload_mode"] = self.offloads[0]
         packages = small_card(card_of(self, reference=reference))
-        return sdnext.start(data, settings, extension=not reference or self.eight_bits, packages=packages)
+        return sdnext.start(data, settings, extension=has_extension(self, reference=reference), packages=packages)
 
     def ready(self, webui: WebUI) -> None:
         sdnext.model_loaded(webui, 600)

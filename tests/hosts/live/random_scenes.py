@@ -4,8 +4,9 @@ A scene is an image with a size, number, prompt, LoRAs, sampler and kind of its 
 checkpoint that is loaded or of another. All are made by the WebUI alone, then by one with the extension: images must be
 the same. With --eight-bits both have the extension and compute in 8 bits, and --card is that of the second alone: what
 is compared are half-precision weights in system memory with all weights on the GPU. Before the scenes, after the first
-ones and at the end the extension is off for an image, and memory is compared. What fails is played again by the command
-that it names, with the scenes of its seed.
+ones and at the end the extension is off for an image, and memory is compared. With --alone the WebUI without the
+extension makes the images of these scenes on that card, and what it holds itself at these times is told. What fails is
+played again by the command that it names, with the scenes of its seed.
 """
 
 from __future__ import annotations
@@ -227,6 +228,23 @@ def compare(
     return found
 
 
+def alone(
+    host: Host, data: Path, seed: int, count: int, seconds: float, say: Callable[[dict[str, Any]], None]
+) -> Found:
+    """Play the scenes of a seed in the WebUI without the extension, and note what it holds. Nothing is compared."""
+    found, began, held = Found(seeds=[seed]), time.monotonic(), Held()
+    steps = stock(with_rests(host, host.scenes(seed, count)))
+    with host.start(data, seed, reference=False) as webui:
+        host.ready(webui)
+        for name, images in played(host, webui, steps, held, began + seconds):
+            found.scenes += name not in ASIDE
+            found.failed += name not in ASIDE and not images
+        list(played(host, webui, stock(at_rest(host, "end")), held))
+    found.memory.append(held)
+    say({"seed": seed, "memory": held})
+    return found
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Play scenes; returns 1 if an image was another. What was seen until Ctrl-C is told as well."""
     parser = argparse.ArgumentParser(prog="hosts.live.random_scenes", description=__doc__)
@@ -239,14 +257,16 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="models of several runs; made if missing")
     parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated on a GPU")
     parser.add_argument("--eight-bits", action="store_true", help="8 bits on; on the card next to the GPU as it is")
+    parser.add_argument("--alone", action="store_true", help="the WebUI without the extension; nothing is compared")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--lines", type=Path, metavar="FILE", help="a line of JSON is added for each scene")
     options = parser.parse_args(given)
     host, began, found = HOSTS[options.host], time.monotonic(), Found()
-    host.card, host.eight_bits = options.card, options.eight_bits
+    host.card, host.eight_bits, host.alone = options.card, options.eight_bits, options.alone
 
     def tell() -> None:
         told = {"host": host.name, "flags": host.flags, "card_gib": options.card, "eight_bits": options.eight_bits}
+        told["alone"] = options.alone
         told |= {"tolerance": host.tolerance, **found.told()}
         told["seconds"] = round(time.monotonic() - began)
         told["core_seconds"] = round(sum(os.times()[2:4]))
@@ -272,6 +292,8 @@ def main(given: Sequence[str] | None = None) -> int:
             again += f" --card {options.card:g}" if options.card else ""
             again += " --eight-bits" * options.eight_bits
             try:
+                if options.alone:
+                    return alone(host, data, seed, count, options.seconds, say)
                 return compare(host, data, seed, count, again, options.seconds, say)
             except (OSError, RuntimeError) as error:
                 say({"seed": seed, "fault": True, "ended": str(error)[:2000]})
