@@ -11,9 +11,51 @@ _CHANGES = _TESTS + "test_changes_are_followed_at_the_next_call"
 _REFORGE = "hosts/adapters/test_reforge_resident.py::"
 _FORGE = "hosts/adapters/test_forge_old_resident.py::"
 _REFUSED = (_FORGE + "test_what_is_not_known_is_left_to_forge",)
+_NO_ROOM = "runtime/test_resident_no_room.py::"
 _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 
 MUTATIONS = [
+    Mutation(
+        "forwards that find weights in system memory and no room on the GPU", "runtime/model_state.py",
+        "return self._run_without_room(forward, args, kwargs)", "raise torch.cuda.OutOfMemoryError",
+        (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
+    ),
+    Mutation(
+        "weights that find no room on the GPU when a model is released", "runtime/left_aside.py",
+        "elif context.arena.resident.out(context.device()) and context.slot.installed():", "elif False:",
+        (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
+    ),
+    Mutation(
+        "a forward that stays for such weights goes once they have come", "runtime/left_aside.py",
+        "return forward(*args, **kwargs)\n    finally:\n        _end(context)",
+        "return forward(*args, **kwargs)\n    finally:\n        pass",
+        (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
+    ),
+    Mutation(
+        "such weights of a module that is accelerated again", "runtime/left_aside.py",
+        "context.arena.resident.take_over(before.arena.resident)", "pass",
+        (_NO_ROOM + "test_another_accelerator_has_what_is_left",),
+    ),
+    Mutation(
+        "weights that came before memory ran out", "runtime/model_state.py",
+        "resident.leave()\n                    raise", "raise",
+        (_NO_ROOM + "test_some_came_and_memory_ran_out",),
+    ),
+    Mutation(
+        "hosts that give way before weights are read from system memory", "runtime/model_state.py",
+        "if last or not self.make_way():", "if True:",
+        (_NO_ROOM + "test_a_host_gives_way_first",),
+    ),
+    Mutation(
+        "weights that a layer writes to while it is called", "weights/streamed.py",
+        "source.copy_(now)", "pass",
+        (_NO_ROOM + "test_a_layer_has_its_weights_on_the_gpu_while_it_is_called",),
+    ),
+    Mutation(
+        "weights of a layer that raised", "weights/streamed.py",
+        "while self._called:", "while False:",
+        (_NO_ROOM + "test_a_layer_that_raises_leaves_its_weights_where_they_were",),
+    ),
     Mutation(
         "weights that changed while they were in system memory", "weights/resident.py",
         "if aside.changed()", "if False",
@@ -265,7 +307,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a UNet that leaves the GPU and is taken for loaded", "hosts/forge/resident_models.py",
-        "self._management.current_loaded_models.remove(loader)", "pass",
+        "listed.remove(loader)", "pass",
         (_FORGE + "test_with_more_memory_it_comes_as_a_whole_later",),
     ),
     Mutation(
