@@ -28,7 +28,8 @@ from sfast_ext.weights.banks import Bank, batches
 from sfast_ext.weights.digest import digest_of, reading
 from sfast_ext.weights.original_layout import live_tensor, set_data
 from sfast_ext.weights.staging import Staging, to_system_memory
-from sfast_ext.weights.streamed import Streamed, StreamedByLayer
+from sfast_ext.weights.streamed import Streamed
+from sfast_ext.weights.streamed_by_layer import StreamedByLayer
 from sfast_ext.weights.tracked import TrackedWeights
 from sfast_ext.weights.vacancy import vacancies, vacate
 from sfast_ext.weights.weight import Weight, WeightsAway, WeightSlot

@@ -48,12 +48,12 @@ MUTATIONS = [
         (_NO_ROOM + "test_a_host_gives_way_first",),
     ),
     Mutation(
-        "weights that a layer writes to while it is called", "weights/streamed.py",
+        "weights that a layer writes to while it is called", "weights/streamed_by_layer.py",
         "source.copy_(now)", "pass",
         (_NO_ROOM + "test_a_layer_has_its_weights_on_the_gpu_while_it_is_called",),
     ),
     Mutation(
-        "weights of a layer that raised", "weights/streamed.py",
+        "weights of a layer that raised", "weights/streamed_by_layer.py",
         "while self._called:", "while False:",
         (_NO_ROOM + "test_a_layer_that_raises_leaves_its_weights_where_they_were",),
     ),
