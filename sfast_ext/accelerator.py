@@ -22,7 +22,7 @@ from sfast_ext.kernels.backend.precompile import get_ready
 from sfast_ext.plans.payback import CaptureBackoff
 from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
-from sfast_ext.runtime import residency
+from sfast_ext.runtime import left_aside, residency
 from sfast_ext.runtime.call_server import CallServer, building
 from sfast_ext.runtime.model_state import ModelState, ModuleContext
 from sfast_ext.runtime.plan_builder import PlanBuilder
@@ -127,7 +127,7 @@ class Accelerator:
         self._released = False
         if self.config.triton:
             get_ready(environment.triton_runs_on)
-        if self._context.slot.install():
+        if left_aside.install(self._context):
             self.forget_plans("another forward is in the module's place")
         return self
 
@@ -155,7 +155,7 @@ class Accelerator:
             for part in self.parts:
                 part.configure(config)
             if not (config.enabled and config.eight_bits):
-                residency.give_back(self._context)
+                left_aside.give_back(self._context)
             if self.whole is None and (was.tolerance, was.check) != (config.tolerance, config.check):
                 plans = (plan for each in self._model.accelerators() for plan in each.plans.values())
                 self._model.eight_bits.reconsider(selected=any(plan.banks for plan in plans))
@@ -234,16 +234,16 @@ class Accelerator:
         return True
 
     def release(self) -> None:
-        """Restore the forward and the parameters, and free the memory. Idempotent."""
+        """Restore the forward and the parameters, at once or as `left_aside` does, and free the memory. Idempotent."""
         with self._model.lock:
             # a third party may still hold our forward, and call it
             self._released = True
             with contextlib.ExitStack() as steps:
                 # runs them in reverse order, all of them even if one raises
-                for step in (self._finder.keys.clear, self.arena.release, self._context.forget_aside):
+                for step in (self._finder.keys.clear, self.arena.release):
                     steps.callback(step)
+                steps.callback(left_aside.let_go, self._context)
                 steps.callback(self.forget_plans, None)
-                steps.callback(self._context.slot.release)
                 self._release_parts()
 
     def give_memory_back(self) -> bool:
@@ -334,10 +334,7 @@ class Accelerator:
     def bring_weights_back(self) -> None:
         """Free weights in 8 bits whose half-precision values are in system memory, and move those to the GPU, if the
         module is there. Raises nothing: the error of a forward that finds them elsewhere says more."""
-        try:
-            residency.give_back(self._context)
-        except (torch.cuda.OutOfMemoryError, WeightsInUse) as exc:
-            self.report.error("moving weights to the GPU", exc)
+        left_aside.give_back(self._context)
 
     def status(self) -> dict[str, Any]:
         """The state of this accelerator, for the status page."""
@@ -356,8 +353,10 @@ class Accelerator:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if compiles():
             return self._context.slot.run(args, kwargs)
+        if self._released:
+            return left_aside.run(self._context, self.run_original, args, kwargs)
         # a part is bypassed inside the original forward of the whole
-        bypass = self._released or (self.whole is not None and building())
+        bypass = self.whole is not None and building()
         if bypass or getattr(self._inside, "busy", False) or not self.config.enabled:
             return self.run_original(*args, **kwargs)
         self.calls += 1

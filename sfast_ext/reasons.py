@@ -280,6 +280,12 @@ EIGHT_BITS_SLOWER_THAN_ORIGINAL = Kind("eight-bits",
 FITS_CARD = Kind("eight-bits", "{} fits this card in 8 bits, and need not be moved for each image",
     "choose the preset '8 bits (faster, details change)'")
 BROUGHT_BACK = Kind("eight-bits", "{} half-precision weights are back on the GPU, as the original forward reads them")
+STREAMS = Kind(
+    "eight-bits",
+    "the GPU has no room for half-precision weights that were in system memory: each step reads them from there, which "
+    "takes longer, until there is room",
+    "close other programs that use the GPU",
+)
 EIGHT_BITS_REFUSED = Kind("eight-bits", "8 bits are not used: {}")
 EIGHT_BITS_FAILED = Kind("eight-bits", "8 bits are not used: this size could not be prepared with them: {}: {}")
 

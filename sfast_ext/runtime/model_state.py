@@ -22,6 +22,7 @@ from sfast_ext.report import Report
 from sfast_ext.runtime.eight_bits import EightBits
 from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.streamed import NotStreamed
 from sfast_ext.weights.weight import WeightsInUse
 
 
@@ -62,6 +63,7 @@ class ModelState(Generic[A]):
         eight_bits: what its plans with 8-bit integers have in common.
         lock: held while plans are added or removed.
         small: a device, and whether it is small for the model, see `residency.is_small`; None: not known yet.
+        streams: whether forwards read weights from system memory for which the GPU has no room.
         builds_in: the thread that builds a plan of this model; None: none does.
         build_lock: held by the thread that builds a plan. One plan is built at a time, of all models: torch's modes for
             recording are one stack for all threads, and builds are timed.
@@ -73,6 +75,7 @@ class ModelState(Generic[A]):
         self.lock = threading.RLock()
         self.arena = WeightArena(module, self.turn)
         self.eight_bits = EightBits()
+        self.streams = False
         self.builds_in: int | None = None
         self.small: tuple[torch.device, bool] | None = None
         self.build_lock = _BUILDING
@@ -167,12 +170,20 @@ class ModuleContext:
             with self.arena.order.host():
                 return forward(*args, **kwargs)
         for last in (False, False, True):
+            short = False
             try:
                 self.bring_back()
             except WeightsInUse:
                 # the host knows no such error
                 if last:
                     raise
+                continue
+            except torch.cuda.OutOfMemoryError:
+                short = True
+            if short:
+                # after the handler: the exception keeps what had come
+                if last or not self.make_way():
+                    return self._run_without_room(forward, args, kwargs)
                 continue
             with self.arena.order.host():
                 # another thread may have set them aside again
@@ -189,13 +200,41 @@ class ModuleContext:
             with self.arena.resident.streamed():
                 return forward(*args, **kwargs)
 
-    def forget_aside(self) -> None:
-        """No plan is left that needs weights to be set aside: they come back."""
-        if not self.is_part:
+    def _run_without_room(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a forward while weights stay in system memory, for all of which the GPU has no room."""
+        self.tell_short()
+        with self.arena.order.host():
+            if not self.arena.resident.out(self.device()):
+                return forward(*args, **kwargs)
             try:
-                self.bring_back()
-            finally:
-                self.arena.resident.forget()
+                with self.arena.resident.streamed(by_layer=True):
+                    return forward(*args, **kwargs)
+            except NotStreamed as exc:
+                raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {reasons.STREAMS()} ({exc})") from exc
+
+    def tell_short(self) -> None:
+        """Tell the user that weights stay in system memory, once until they have come."""
+        if not self.model.streams:
+            self.model.streams = True
+            self.report.event("8 bits", reasons.STREAMS())
+
+    def make_way(self) -> bool:
+        """A forward that is no plan is short of memory: whether CUDA graphs and banks were freed for it, or the host
+        gave way."""
+        device = self.device()
+        if device is None or device.type != "cuda":
+            return False
+        if not pool_of(device).holds_memory:
+            short = self.hooks.short_of_memory
+            try:
+                return short is not None and short()
+            except Exception as again:
+                # the host knows what its forward raised, and nothing of this
+                self.report.error("short_of_memory", again)
+                return False
+        self.report.count("out_of_memory")
+        pool_of(device).make_room(self.report)
+        return True
 
     def bring_back(self) -> None:
         """Move weights that were set aside to the GPU, if the module is there; see `weights.resident`. What plans can
@@ -220,7 +259,13 @@ class ModuleContext:
             except Exception as exc:
                 # the original forward needs them, in whatever way they come
                 self.report.error("weights that come back", exc)
-                moved = resident.bring_back_plainly()
+                try:
+                    moved = resident.bring_back_plainly()
+                except torch.cuda.OutOfMemoryError:
+                    # those that came would keep the memory that a forward needs without them
+                    resident.leave()
+                    raise
+        self.model.streams = False
         if moved:
             self.report.count("weights_brought_back")
             self.report.event("8 bits", reasons.BROUGHT_BACK(moved))

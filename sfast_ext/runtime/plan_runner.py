@@ -268,20 +268,7 @@ class Failures:
     def freed_memory_for(self, exc: Exception) -> bool:
         """The original forward raised: whether it ran out of memory, and CUDA graphs and banks were freed for it, or
         the host gave way."""
-        device = self._context.device() if out_of_memory(exc) else None
-        if device is None or device.type != "cuda":
-            return False
-        if not pool_of(device).holds_memory:
-            short = self._context.hooks.short_of_memory
-            try:
-                return short is not None and short()
-            except Exception as again:
-                # the host knows what its forward raised, and nothing of this
-                self._context.report.error("short_of_memory", again)
-                return False
-        self._context.report.count("out_of_memory")
-        pool_of(device).make_room(self._context.report)
-        return True
+        return out_of_memory(exc) and self._context.make_way()
 
     def _evict_for_memory(self, exc: Exception, plan: Plan | None) -> bool:
         """Out of memory: evict all CUDA graphs, so that the original can run. True if `plan` may be used again."""

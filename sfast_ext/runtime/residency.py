@@ -5,7 +5,8 @@ See `weights.resident`:
     the original forward is about to run ------> bring_back: they are on the GPU, as the host left them
     a plan with resident banks is about to run -> sync: what changed is quantised, what is on the GPU leaves, and banks
                                                   that gave way come back from their copies
-    8 bits are turned off, or the plans go ----> give_back: banks are freed, and the weights are on the GPU at once
+    8 bits are turned off, or the plans go ----> give_back: banks are freed, and the weights are on the GPU at once, or
+                                                  if it has no room, as soon as it has (`left_aside`)
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from sfast_ext.weights.digest import digest_of, reading
 from sfast_ext.weights.original_layout import live_tensor, set_data
 from sfast_ext.weights.staging import Staging, to_system_memory
 from sfast_ext.weights.streamed import Streamed
+from sfast_ext.weights.streamed_by_layer import StreamedByLayer
 from sfast_ext.weights.tracked import TrackedWeights
 from sfast_ext.weights.vacancy import vacancies, vacate
 from sfast_ext.weights.weight import Weight, WeightsAway, WeightSlot
@@ -253,17 +254,14 @@ class Resident:
         Raises:
             torch.cuda.OutOfMemoryError: there is no room for all of them. None has moved.
         """
-        sources: host_copies.Sources = []
-        moved: list[tuple[Any, torch.Tensor]] = []
         with torch.inference_mode(False), torch.no_grad():
+            sources: host_copies.Sources = [(value, live_tensor(value)) for value in self._elsewhere()]
+            # all of them before the first is copied, which takes longer
+            arriving = [torch.empty_like(source, device=self.device) for _, source in sources]
             with Staging() as copy:
-                for value in self._elsewhere():
-                    source = live_tensor(value)
-                    there = torch.empty_like(source, device=self.device)
+                for there, (_, source) in zip(arriving, sources):
                     copy(there, source)
-                    moved.append((value, there))
-                    sources.append((value, source))
-            for value, there in moved:
+            for there, (value, _) in zip(arriving, sources):
                 set_data(value, there)
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
             # they are theirs again if nothing changes them, see `_leave`; else their values are copied
@@ -272,7 +270,7 @@ class Resident:
             self.forget()
         # what was set aside for a plan that was not made
         self._tracked.refresh_live()
-        return len(moved)
+        return len(arriving)
 
     def bring_back_plainly(self) -> int:
         """`bring_back` as a host would do it, one parameter after the other. What was kept of them is dropped.
@@ -334,13 +332,13 @@ class Resident:
         return getattr(self._thread, "streams", False)
 
     @contextlib.contextmanager
-    def streamed(self) -> Iterator[None]:
-        """Within, the original forward may run in this thread: see `Streamed`."""
+    def streamed(self, by_layer: bool = False) -> Iterator[None]:
+        """Within, the original forward may run in this thread: see `Streamed` and `StreamedByLayer`."""
         assert self.device is not None
         with torch.inference_mode(False), torch.no_grad():
             values, self._thread.streams = list(map(live_tensor, self._elsewhere())), True
         try:
-            with Streamed(values, self.device):
+            with (StreamedByLayer if by_layer else Streamed)(values, self.device):
                 yield
         finally:
             self._thread.streams = False
@@ -384,6 +382,11 @@ class Resident:
         for path, slots in places.items():
             aside = self._asides[path]
             aside.slots, aside.seen, aside.digest = slots, None, None
+
+    def take_over(self, other: Resident) -> None:
+        """The parameters that were set aside for another accelerator of the module."""
+        self._asides, self.device = {**other._asides, **self._asides}, other.device
+        other.forget()
 
     def forget(self) -> None:
         """No plan has such banks any more, and the parameters are the host's to move."""

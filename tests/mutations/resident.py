@@ -10,10 +10,53 @@ _COPIES = "runtime/test_resident_copies.py::"
 _CHANGES = _TESTS + "test_changes_are_followed_at_the_next_call"
 _REFORGE = "hosts/adapters/test_reforge_resident.py::"
 _FORGE = "hosts/adapters/test_forge_old_resident.py::"
+_FORGE_STATE = "hosts/adapters/test_forge_old_resident_state.py::"
 _REFUSED = (_FORGE + "test_what_is_not_known_is_left_to_forge",)
+_NO_ROOM = "runtime/test_resident_no_room.py::"
 _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 
 MUTATIONS = [
+    Mutation(
+        "forwards that find weights in system memory and no room on the GPU", "runtime/model_state.py",
+        "return self._run_without_room(forward, args, kwargs)", "raise torch.cuda.OutOfMemoryError",
+        (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
+    ),
+    Mutation(
+        "weights that find no room on the GPU when a model is released", "runtime/left_aside.py",
+        "elif context.arena.resident.out(context.device()) and context.slot.installed():", "elif False:",
+        (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
+    ),
+    Mutation(
+        "a forward that stays for such weights goes once they have come", "runtime/left_aside.py",
+        "return forward(*args, **kwargs)\n    finally:\n        _end(context)",
+        "return forward(*args, **kwargs)\n    finally:\n        pass",
+        (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
+    ),
+    Mutation(
+        "such weights of a module that is accelerated again", "runtime/left_aside.py",
+        "context.arena.resident.take_over(before.arena.resident)", "pass",
+        (_NO_ROOM + "test_another_accelerator_has_what_is_left",),
+    ),
+    Mutation(
+        "weights that came before memory ran out", "runtime/model_state.py",
+        "resident.leave()\n                    raise", "raise",
+        (_NO_ROOM + "test_some_came_and_memory_ran_out",),
+    ),
+    Mutation(
+        "hosts that give way before weights are read from system memory", "runtime/model_state.py",
+        "if last or not self.make_way():", "if True:",
+        (_NO_ROOM + "test_a_host_gives_way_first",),
+    ),
+    Mutation(
+        "weights that a layer writes to while it is called", "weights/streamed_by_layer.py",
+        "source.copy_(now)", "pass",
+        (_NO_ROOM + "test_a_layer_has_its_weights_on_the_gpu_while_it_is_called",),
+    ),
+    Mutation(
+        "weights of a layer that raised", "weights/streamed_by_layer.py",
+        "while self._called:", "while False:",
+        (_NO_ROOM + "test_a_layer_that_raises_leaves_its_weights_where_they_were",),
+    ),
     Mutation(
         "weights that changed while they were in system memory", "weights/resident.py",
         "if aside.changed()", "if False",
@@ -109,7 +152,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights after 8 bits are off", "accelerator.py",
-        "if not (config.enabled and config.eight_bits):\n residency.give_back(self._context)", "pass",
+        "if not (config.enabled and config.eight_bits):\n left_aside.give_back(self._context)", "pass",
         (_TESTS + "test_off_gives_them_back_at_once_and_the_exact_bits",),
     ),
     Mutation(
@@ -161,7 +204,7 @@ MUTATIONS = [
         ("hosts/adapters/test_a1111_resident.py::test_with_lowvram_a_unet_without_room_comes_block_by_block",),
     ),
     Mutation(
-        "blocks that come again", "runtime/plan_runner.py",
+        "blocks that come again", "runtime/model_state.py",
         "return short is not None and short()", "return False",
         ("hosts/adapters/test_a1111_resident.py::test_with_lowvram_blocks_come_again_if_memory_runs_out",),
     ),
@@ -265,8 +308,77 @@ MUTATIONS = [
     ),
     Mutation(
         "a UNet that leaves the GPU and is taken for loaded", "hosts/forge/resident_models.py",
-        "self._management.current_loaded_models.remove(loader)", "pass",
+        "listed.remove(loader)", "pass",
         (_FORGE + "test_with_more_memory_it_comes_as_a_whole_later",),
+    ),
+    Mutation(
+        "a UNet that left the GPU for another", "hosts/forge/resident_models.py",
+        "super()._leaves(unet)\n        finally:\n            self._unlist(loader)",
+        "super()._leaves(unet)\n        finally:\n            pass",
+        (_FORGE_STATE + "test_a_unet_that_left_for_another_is_loaded_again",),
+    ),
+    Mutation(
+        "memory that an image reserves for a ControlNet, in Forge", "hosts/forge/resident_models.py",
+        "return float(self._management.minimum_inference_memory() + self._call.preserved)",
+        "return float(self._management.minimum_inference_memory())",
+        (_FORGE_STATE + "test_memory_that_an_image_reserves_for_a_controlnet",),
+    ),
+    Mutation(
+        "a UNet that Forge has loaded in parts, or as a whole", "hosts/forge/resident_models.py",
+        "found.arena.resident.in_parts = kept >= 0", "pass",
+        (_FORGE_STATE + "test_what_a_load_by_forge_leaves",),
+    ),
+    Mutation(
+        "a UNet of which Forge loads nothing", "hosts/forge/resident_models.py",
+        "in_parts = kept >= 0", "in_parts = kept > 0",
+        (_FORGE_STATE + "test_what_a_load_by_forge_leaves",),
+    ),
+    Mutation(
+        "a load in parts that ends early", "hosts/forge/resident_models.py",
+        "try:\n            return original(loaded, kept)\n        finally:\n            found.arena"
+        ".resident.in_parts = kept >= 0",
+        "result = original(loaded, kept)\n        found.arena.resident.in_parts = kept >= 0\n        return result",
+        (_FORGE_STATE + "test_what_a_load_by_forge_leaves",),
+    ),
+    Mutation(
+        "LoRAs that weights have already, in Forge", "hosts/forge/residence.py",
+        "if str(list(patcher.lora_patches)) == loader.loaded_hash:", "if False:",
+        (_FORGE_STATE + "test_weights_that_are_to_get_loras",),
+    ),
+    Mutation(
+        "weights whose LoRA is replaced, in Forge", "hosts/forge/residence.py",
+        " - loader.backup.keys()", "",
+        (_FORGE_STATE + "test_weights_that_are_to_get_loras",),
+    ),
+    Mutation(
+        "room for weights in system memory that get LoRA there", "hosts/forge/memory.py",
+        "return weight.is_cuda or not any(each.is_aside(weight) for each in asides)", "return True",
+        (_FORGE_STATE + "test_room_for_weights_that_get_loras",),
+    ),
+    Mutation(
+        "room for weights that get LoRA and came back to the GPU", "hosts/forge/memory.py",
+        "return weight.is_cuda or not any(", "return not any(",
+        (_FORGE_STATE + "test_room_for_weights_that_get_loras",),
+    ),
+    Mutation(
+        "room for weights that get LoRA on their way to the GPU", "hosts/forge/memory.py",
+        "return weight.is_cuda or not any(each.is_aside(weight) for each in asides)", "return weight.is_cuda",
+        (_FORGE_STATE + "test_room_for_weights_that_get_loras",),
+    ),
+    Mutation(
+        "the same of a UNet in parts", "hosts/forge/memory.py",
+        "if each.banks and not each.in_parts", "if each.banks",
+        (_FORGE_STATE + "test_room_for_weights_that_get_loras",),
+    ),
+    Mutation(
+        "the same of a UNet that is not in 8 bits any more", "hosts/forge/memory.py",
+        "if each.banks and not each.in_parts", "if not each.in_parts",
+        (_FORGE_STATE + "test_room_for_weights_that_get_loras",),
+    ),
+    Mutation(
+        "room for LoRAs that weights have already", "hosts/forge/memory.py",
+        "if str(list(patcher.lora_patches)) == loader.loaded_hash:", "if False:",
+        (_FORGE_STATE + "test_room_for_weights_that_get_loras",),
     ),
     Mutation(
         "what Forge is told of a UNet in 8 bits", "hosts/forge/resident_models.py",

@@ -1,0 +1,280 @@
+"""Half-precision weights that are to come back, and for which the GPU has no room: forwards read them from system
+memory until there is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pretended_card import GPU, Card
+from torch import nn
+from torch.nn import functional as F
+
+from sfast_ext import Hooks, accelerate, accelerator_of
+from sfast_ext.plans.graph_pool import MB
+from sfast_ext.weights import resident as weights_resident
+
+from .eight_bits import Net, On, changed
+from .test_resident import CARD, OFF, WEIGHTS, away, card, halves, kernels, started  # noqa: F401
+
+EAGER = replace(CARD, cuda_graphs=False)
+MORE = 400_000
+"""Bytes that suffice for the weights as well."""
+
+
+def full(card: Card, on: On) -> None:  # noqa: F811
+    """Another program has all memory but what a small forward takes."""
+    card.capacity = card.used + 90_000
+
+
+@pytest.fixture
+def on(card: Card) -> On:  # noqa: F811
+    found = started(EAGER)
+    full(card, found)
+    assert away(found) == len(halves(found.ours))
+    return found
+
+
+def off(on: On) -> None:
+    on.acc.configure(replace(OFF, cuda_graphs=False))
+
+
+def disabled(on: On) -> None:
+    on.acc.configure(replace(EAGER, enabled=False))
+
+
+def dropped(on: On) -> None:
+    on.acc.forget_plans("the user has dropped them")
+
+
+def released(on: On) -> None:
+    on.acc.release()
+
+
+def untouched(module: nn.Module) -> bool:
+    """Whether nothing of ours is in a module, and its weights are in one place."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._state_dict_pre_hooks)
+    here = {p.device for p in module.parameters()}
+    return "forward" not in vars(module) and not any(hooks) and len(here) == 1 and accelerator_of(module) is None
+
+
+@pytest.mark.parametrize("how", [off, disabled, dropped, released])
+def test_calls_are_right_until_there_is_room(card: Card, on: On, how: Callable[[On], None]) -> None:  # noqa: F811
+    how(on)
+    for _ in range(3):
+        assert on.error(32) < 1e-6 and away(on) == len(halves(on.ours))
+    assert on.words().count("no room for half-precision weights") == 1 and on.count("errors") == 0, on.words()
+    card.capacity += MORE
+    assert on.error(32) < 0.06 and (how is dropped or away(on) == 0)
+    assert how is not released or untouched(on.ours) and not on.acc.arena.resident
+
+
+def test_a_module_that_the_host_moves_is_the_hosts(card: Card, on: On) -> None:  # noqa: F811
+    released(on)
+    on.ours.to("cpu")
+    x = torch.randn(2, 16, 8).to(torch.bfloat16)
+    assert torch.equal(on.ours(x), on.twin(x)) and untouched(on.ours) and not on.acc.arena.resident
+    card.capacity += MORE
+    on.ours.to("cuda")
+    assert on.error(32) < 1e-6 and untouched(on.ours)
+
+
+def test_a_second_release_ends_it_if_there_is_room(card: Card, on: On) -> None:  # noqa: F811
+    released(on)
+    released(on)
+    assert not untouched(on.ours) and on.error(32) < 1e-6
+    card.capacity += MORE
+    released(on)
+    assert untouched(on.ours) and on.error(32) < 1e-6
+
+
+def test_another_accelerator_has_what_is_left(card: Card, on: On) -> None:  # noqa: F811
+    released(on)
+    before, on.acc = on.acc, accelerate(on.ours, EAGER)
+    for _ in range(2):
+        assert on.error(32) < 1e-6 and away(on) == len(halves(on.ours))
+    assert not before.arena.resident and not before.installed()
+    card.capacity += MORE
+    on.acc.release()
+    assert untouched(on.ours) and on.error(32) < 1e-6
+
+
+def test_the_same_accelerator_goes_on(card: Card, on: On) -> None:  # noqa: F811
+    released(on)
+    assert on.error(32) < 1e-6
+    on.acc.install()
+    assert on.error(32) < 1e-6
+    card.capacity = 64 * MB
+    assert [on.error(32) < 0.06 for _ in range(3)] == [True] * 3 and on.plan.resident
+    released(on)
+    assert untouched(on.ours)
+
+
+def test_some_came_and_memory_ran_out(card: Card, on: On, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def broken(*_: object) -> None:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        # then weights come one by one
+        patch.setattr(weights_resident.Staging, "copy", broken)
+        patch.setattr(weights_resident.torch, "empty_like", lambda source, device: source.new_empty(source.shape))
+        released(on)
+    assert away(on) == len(halves(on.ours))
+    assert on.error(32) < 1e-6 and not untouched(on.ours)
+    card.capacity += MORE
+    assert on.error(32) < 1e-6 and untouched(on.ours)
+
+
+def test_copies_and_saved_weights_meanwhile(card: Card, on: On) -> None:  # noqa: F811
+    released(on)
+    saved = on.ours.state_dict()
+    assert all(torch.equal(saved[name].cpu(), value) for name, value in on.twin.state_dict().items())
+    card.capacity += 2 * MORE
+    made = copy.deepcopy(on.ours)
+    assert accelerator_of(made) is None
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(made.parameters(), on.twin.parameters()))
+
+
+@pytest.mark.parametrize("way", ["gave way", "none", "raises"])
+def test_a_host_gives_way_first(card: Card, way: str) -> None:  # noqa: F811
+    asked: list[str] = []
+
+    def short() -> bool:
+        asked.append(way)
+        if way == "raises":
+            raise ValueError("of the host")
+        if way == "gave way":
+            card.capacity += MORE
+        return way == "gave way"
+
+    on = started(EAGER)
+    on.acc.release()
+    on.acc = accelerate(on.ours, EAGER, hooks=Hooks(short_of_memory=short))
+    for _ in range(3):
+        on.call()
+    full(card, on)
+    hook = on.ours.blocks[0].register_forward_hook(lambda module, given, result: result)
+    assert on.error(32) < 1e-6 and asked == [way]
+    assert away(on) == (0 if way == "gave way" else len(halves(on.ours)))
+    assert on.count("errors") == (way == "raises")
+    hook.remove()
+
+
+def reads_device(self: Any, x: torch.Tensor) -> torch.Tensor:
+    assert self.weight.is_cuda
+    return F.linear(x.to(self.weight.device), self.weight, self.bias)
+
+
+def writes(self: Any, x: torch.Tensor) -> torch.Tensor:
+    # as a LoRA that is applied in the forward of its layer
+    self.weight.copy_(self.weight.to(torch.float32) * -1.0)
+    return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("forward", [reads_device, writes])
+def test_a_layer_has_its_weights_on_the_gpu_while_it_is_called(
+    card: Card, on: On, monkeypatch: pytest.MonkeyPatch, forward: Callable[..., Any]  # noqa: F811
+) -> None:
+    layer, like = on.ours.blocks[0].ff_out, on.twin.blocks[0].ff_out
+    place = layer.weight.data_ptr()
+    real = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (forward if self is layer else real)(self, x))
+    released(on)
+    for _ in range(3):
+        if forward is writes:
+            like.weight.neg_()
+        assert on.error(32) < 1e-6 and away(on) == len(halves(on.ours))
+        assert torch.equal(layer.weight, like.weight) and layer.weight.data_ptr() == place
+
+
+class Outside(Net):
+    """Reads a weight, or writes to it, where its layer is not called."""
+
+    writes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            self.blocks[0].to_q.weight.mul_(1.0)
+        return super().forward(x) + self.blocks[1].to_out.weight.sum()
+
+
+def test_weights_are_read_where_no_layer_is_called(card: Card, on: On) -> None:  # noqa: F811
+    released(on)
+    for each in (on.ours, on.twin):
+        each.__class__ = Outside
+    assert on.error(32) < 1e-6
+    # who writes there finds no memory
+    on.ours.writes = True
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="no room for half-precision weights"):
+        on.call(32)
+    card.capacity += MORE
+    assert on.error(32) < 1e-6 and untouched(on.ours)
+
+
+def test_a_layer_that_raises_leaves_its_weights_where_they_were(card: Card, on: On) -> None:  # noqa: F811
+    class Raises(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("of the layer")
+
+    released(on)
+    on.ours.blocks[0].to_q.__class__ = Raises
+    with pytest.raises(ValueError, match="of the layer"):
+        on.call(32)
+    assert away(on) == len(halves(on.ours)) and not nn.modules.module._global_forward_pre_hooks
+    # a caller may go on after that
+    forward = type(on.ours.blocks[0]).forward
+    on.ours.blocks[0].__class__ = type("Tries", (type(on.ours.blocks[0]),), {"forward": lambda self, x: tried(
+        lambda: self.to_q(x), lambda: forward(on.ours.blocks[1], x))})  # fmt: skip
+    x = torch.randn(2, 16, 8).to(torch.bfloat16)
+    on.ours(x.to(GPU))
+    assert away(on) == len(halves(on.ours)) and card.used < 10_000
+
+
+def tried(action: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except ValueError:
+        return otherwise()
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+
+def test_no_more_than_the_largest_layer_is_on_the_gpu(
+    card: Card, on: On, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    released(on)
+    on.call(32)
+    with monkeypatch.context() as patch:
+        # the attempt to bring all of them takes what there is
+        patch.setattr(type(on.acc.arena.resident), "bring_back", out_of_memory)
+        taken = peak(on, card)
+    card.capacity = 64 * MB
+    on.call(32)
+    largest = max(getattr(on.ours.blocks[0], name).weight.nbytes for name in WEIGHTS)
+    assert untouched(on.ours) and peak(on, card) < taken < peak(on, card) + 1.1 * largest
+
+
+def peak(on: On, card: Card) -> int:  # noqa: F811
+    """What a call takes, and gives back."""
+    before = card.peak = card.used
+    on.call(32)
+    assert card.used - before < 1000
+    return card.peak - before
+
+
+def test_changes_meanwhile_are_followed(card: Card, on: On) -> None:  # noqa: F811
+    off(on)
+    assert on.error(32) < 1e-6
+    on.both(changed("in place", -1.5))
+    assert on.error(32) < 1e-6
+    card.capacity = 64 * MB
+    on.acc.configure(EAGER)
+    for _ in range(3):
+        assert on.error(32) < 0.06
+    assert on.plan.resident and away(on) == len(halves(on.ours))
