@@ -56,8 +56,8 @@ _LATE = ("diffusers.models.unets.unet_2d_condition", "diffusers.models.autoencod
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # otherwise a process that only leads workers
-    if config.getoption("numprocesses", None) is None or hasattr(config, "workerinput"):
+    # otherwise a process that only leads workers; with -n 0 there are none
+    if not config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
         _prepare_process()
 
 

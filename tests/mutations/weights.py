@@ -298,22 +298,22 @@ MUTATIONS = [
     Mutation(
         "a network at the start of a WebUI", "gc_pause.py",
         "if parameter_bytes(gc.get_objects()) > LARGE:", "if False:",
-        ("hosts/adapters/test_startup_objects.py::test_a_model_that_is_loaded_at_the_start_is_not_frozen",),
+        ("hosts/adapters/startup_objects_alone.py::test_a_model_that_is_loaded_at_the_start_is_not_frozen",),
     ),
     Mutation(
         "objects of the start while the extension is off", "hosts/startup_objects.py",
         "if session.config().enabled:", "if True:",
-        ("hosts/adapters/test_startup_objects.py::test_in_the_other_webuis_objects_are_frozen_while_scripts_are_loaded",),
+        ("hosts/adapters/startup_objects_alone.py::test_in_the_other_webuis_objects_are_frozen_while_scripts_are_loaded",),
     ),
     Mutation(
         "garbage of the page before", "gc_pause.py",
         "    if _thawed:", "    if False:",
-        ("hosts/adapters/test_startup_objects.py::test_garbage_of_the_page_before_is_not_frozen",),
+        ("hosts/adapters/startup_objects_alone.py::test_garbage_of_the_page_before_is_not_frozen",),
     ),
     Mutation(
         "a failure to freeze", "hosts/webui_session.py",
         "self.guarded(lambda: startup_objects.freeze_if_on(self))", "startup_objects.freeze_if_on(self)",
-        ("hosts/adapters/test_startup_objects.py::test_a_session_starts_if_nothing_can_be_frozen",),
+        ("hosts/adapters/startup_objects_alone.py::test_a_session_starts_if_nothing_can_be_frozen",),
     ),
     Mutation(
         "survivors after objects were thawed", "gc_pause.py",

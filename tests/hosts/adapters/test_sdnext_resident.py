@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -64,8 +65,33 @@ def away(network: Any) -> int:
     return sum(p.device.type == "cpu" for p in network.parameters()) if network.device.type == "cuda" else 0
 
 
+@functools.lru_cache(maxsize=None)
+def _encoder() -> Other:
+    torch.manual_seed(9)
+    return Other()
+
+
+@functools.lru_cache(maxsize=None)
+def _latent(checkpoint: int, steps: int, seed: int, multiplier: float, side: int) -> torch.Tensor:
+    """What a twin of the UNet makes, on a CPU: many images of the tests are the same."""
+    unet, cpu = models.copied(_unet(checkpoint)), torch.device("cpu")
+    lora, devices = (importlib.import_module(f"modules.{name}") for name in ("lora", "devices"))
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad(), apart():
+        patch.setattr(devices, "device", cpu)
+        lora.network_activate(unet, network(unet), multiplier)
+        generator = torch.Generator().manual_seed(seed)
+        latent = torch.randn(1, 4, side, side, generator=generator).to(HALF)
+        context = _encoder()(torch.randn(2, 7, 64, generator=generator).to(HALF))
+        for step in range(steps):
+            t = torch.tensor(900 - 200 * step)
+            noise = unet(torch.cat([latent, latent]), t, encoder_hidden_states=context, return_dict=False)[0]
+            uncond, cond = noise.chunk(2)
+            latent = latent - 0.1 * (uncond + 3.0 * (cond - uncond))
+    return latent
+
+
 class Running:
-    """The host on a card, and a twin of its UNet."""
+    """The host on a card."""
 
     def __init__(self, host: Host, card: Card) -> None:
         self.host, self.card = host, card
@@ -73,12 +99,12 @@ class Running:
         self.load(0)
 
     def load(self, seed: int) -> None:
-        self.twin = models.copied(_unet(seed))
-        torch.manual_seed(9)
-        encoder = Other()
-        self.encoder = copy.deepcopy(encoder)
+        self.checkpoint = seed
+        self.encoder = copy.deepcopy(_encoder())
         info = SimpleNamespace(name=f"tiny-{seed}")
-        pipe = SimpleNamespace(unet=models.copied(_unet(seed)), text_encoder=encoder, sd_checkpoint_info=info)
+        pipe = SimpleNamespace(
+            unet=models.copied(_unet(seed)), text_encoder=copy.deepcopy(self.encoder), sd_checkpoint_info=info
+        )
         self.host.sd_models.reload_model_weights(lambda: pipe)
 
     @property
@@ -86,26 +112,12 @@ class Running:
         return self.host.modeldata.model_data.sd_model.unet
 
     def picture(self, steps: int = 3, seed: int = 1, multiplier: float = 0.0, side: int = 8, **more: Any) -> float:
-        """Make an image; how far its latent is from one of the twin."""
-        lora, device = self.host.processing.lora, self.devices.device
+        """Make an image; how far its latent is from one of a twin."""
+        wanted = _latent(self.checkpoint, steps, seed, multiplier, side)
         job: dict[str, Any] = {"width": side, "height": side, "steps": steps, "seed": seed, **more}
-        found = self.host.picture(network=network(self.twin), multiplier=multiplier, **job)
+        found = self.host.picture(network=network(_unet(self.checkpoint)), multiplier=multiplier, **job)
         assert not self.card.faults
-        self.devices.device = torch.device("cpu")
-        try:
-            lora.network_activate(self.twin, network(self.twin), multiplier)
-        finally:
-            self.devices.device = device
-        generator = torch.Generator().manual_seed(seed)
-        latent = torch.randn(1, 4, side, side, generator=generator).to(HALF)
-        with torch.no_grad(), apart():
-            context = self.encoder(torch.randn(2, 7, 64, generator=generator).to(HALF))
-            for step in range(steps):
-                t = torch.tensor(900 - 200 * step)
-                noise = self.twin(torch.cat([latent, latent]), t, encoder_hidden_states=context, return_dict=False)[0]
-                uncond, cond = noise.chunk(2)
-                latent = latent - 0.1 * (uncond + 3.0 * (cond - uncond))
-        return relative_error([found], [latent])
+        return relative_error([found], [wanted])
 
     @property
     def away(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -66,7 +67,12 @@ class Host(forge.Host):
     @classmethod
     def make_unet(cls, seed: int, channels: int = 32, levels: int | None = None) -> nn.Module:
         """A tiny UNet, none of its weights zero."""
-        unet = models.copied(forge.made(channels, cls.KIND, cls.LINEAR, cls.CONV2D, levels or a1111.by_default))
+        return models.copied(cls._made_once(seed, channels, levels or a1111.by_default))
+
+    @classmethod
+    @functools.lru_cache(maxsize=None)
+    def _made_once(cls, seed: int, channels: int, levels: int) -> nn.Module:
+        unet = models.copied(forge.made(channels, cls.KIND, cls.LINEAR, cls.CONV2D, levels))
         unet.load_state_dict(weights(unet, seed))
         return unet.eval().requires_grad_(False)
 
