@@ -72,6 +72,9 @@ def _end(context: ModuleContext) -> None:
         # a wrapper in its place may call it
         _left[context.module] = weakref.ref(context)
     else:
-        _left.pop(context.module, None)
+        left = _left.get(context.module)
+        # a later accelerator of the module may have left it so
+        if left is not None and left() is context:
+            del _left[context.module]
         context.slot.release()
         context.arena.resident.forget()

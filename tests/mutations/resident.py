@@ -27,6 +27,11 @@ MUTATIONS = [
         (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
     ),
     Mutation(
+        "such weights after a late release of the accelerator before", "runtime/left_aside.py",
+        "if left is not None and left() is context:", "if left is not None:",
+        (_NO_ROOM + "test_a_late_release_takes_nothing_from_a_later_accelerator",),
+    ),
+    Mutation(
         "such weights if a wrapper is in the forward's place", "runtime/left_aside.py",
         "elif context.arena.resident.out(context.device()):",
         "elif context.arena.resident.out(context.device()) and context.slot.installed():",

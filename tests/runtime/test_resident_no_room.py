@@ -104,6 +104,20 @@ def test_another_accelerator_has_what_is_left(card: Card, on: On) -> None:  # no
     assert untouched(on.ours) and on.error(32) < 1e-6
 
 
+def test_a_late_release_takes_nothing_from_a_later_accelerator(card: Card, on: On) -> None:  # noqa: F811
+    released(on)
+    first, on.acc = on.acc, accelerate(on.ours, EAGER)
+    released(on)
+    # as who cleans up twice
+    first.release()
+    for _ in range(2):
+        on.acc = accelerate(on.ours, EAGER)
+        assert on.error(32) < 1e-6 and away(on) == len(halves(on.ours))
+        released(on)
+    card.capacity += MORE
+    assert on.error(32) < 1e-6 and untouched(on.ours)
+
+
 def test_the_same_accelerator_goes_on(card: Card, on: On) -> None:  # noqa: F811
     released(on)
     assert on.error(32) < 1e-6
