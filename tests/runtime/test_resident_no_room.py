@@ -15,9 +15,11 @@ from pretended_card import GPU, Card
 from torch import nn
 from torch.nn import functional as F
 
-from sfast_ext import Config, Hooks, accelerate, accelerator_of
+from sfast_ext import Config, Hooks, accelerate, accelerator_of, reasons
 from sfast_ext.plans.graph_pool import MB
 from sfast_ext.weights import resident as weights_resident
+from sfast_ext.weights import streamed_by_layer
+from sfast_ext.weights.weight import WeightsInUse
 
 from .eight_bits import Net, On, changed, net
 from .test_resident import CARD, OFF, WEIGHTS, away, card, halves, kernels, started  # noqa: F401
@@ -98,6 +100,8 @@ def test_another_accelerator_has_what_is_left(card: Card, on: On) -> None:  # no
     before, on.acc = on.acc, accelerate(on.ours, EAGER)
     for _ in range(2):
         assert on.error(32) < 1e-6 and away(on) == len(halves(on.ours))
+    # the user knows already
+    assert "no room for half-precision weights" not in on.words()
     assert not before.arena.resident and not before.installed()
     card.capacity += MORE
     on.acc.release()
@@ -142,6 +146,33 @@ def test_some_came_and_memory_ran_out(card: Card, on: On, monkeypatch: pytest.Mo
     assert on.error(32) < 1e-6 and not untouched(on.ours)
     card.capacity += MORE
     assert on.error(32) < 1e-6 and untouched(on.ours)
+
+
+def test_weights_that_another_thread_uses_at_a_release(
+    card: Card, on: On, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    def in_use(*_: object) -> None:
+        raise WeightsInUse(reasons.WEIGHTS_IN_USE())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(on.acc._context), "bring_back", in_use)
+        released(on)
+    assert away(on) == len(halves(on.ours)) and on.error(32) < 1e-6
+    card.capacity += MORE
+    assert on.error(32) < 1e-6 and untouched(on.ours)
+
+
+def test_the_user_is_told_again_after_there_was_room(card: Card, on: On) -> None:  # noqa: F811
+    off(on)
+    card.capacity = 64 * MB
+    assert on.error(32) < 1e-6 and away(on) == 0
+    on.acc.configure(EAGER)
+    for _ in range(3):
+        on.call()
+    full(card, on)
+    off(on)
+    assert away(on) == len(halves(on.ours)) and on.error(32) < 1e-6
+    assert on.words().count("no room for half-precision weights") == 2
 
 
 def test_copies_and_saved_weights_meanwhile(card: Card, on: On) -> None:  # noqa: F811
@@ -204,6 +235,29 @@ def test_a_layer_has_its_weights_on_the_gpu_while_it_is_called(
             like.weight.neg_()
         assert on.error(32) < 1e-6 and away(on) == len(halves(on.ours))
         assert torch.equal(layer.weight, like.weight) and layer.weight.data_ptr() == place
+
+
+def test_what_is_only_read_counts_as_unchanged(card: Card, on: On) -> None:  # noqa: F811
+    released(on)
+    versions = [p._version for p in halves(on.ours)]
+    assert on.error(32) < 1e-6 and versions == [p._version for p in halves(on.ours)]
+
+
+def test_what_is_written_is_kept_without_memory_for_a_digest(
+    card: Card, on: On, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    layer, like = on.ours.blocks[1].ff_out, on.twin.blocks[1].ff_out
+
+    def write(layer: Any, _: Any) -> None:
+        layer.weight.neg_()
+        # none of our layers follows
+        monkeypatch.setattr(streamed_by_layer, "digest_of", out_of_memory)
+
+    for each in (layer, like):
+        each.register_forward_pre_hook(write)
+    released(on)
+    on.call(32)
+    assert torch.equal(layer.weight, like.weight) and away(on) == len(halves(on.ours))
 
 
 class Outside(Net):
