@@ -329,7 +329,7 @@ class Accelerator:
     def before_forward(self) -> None:
         """If another forward is in the module's place, it reads the weights that are set aside."""
         if not self.installed():
-            self.bring_weights_back()
+            (left_aside.let_go if self._released else left_aside.give_back)(self._context)
 
     def bring_weights_back(self) -> None:
         """Free weights in 8 bits whose half-precision values are in system memory, and move those to the GPU, if the

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules import module as _modules
 
 from sfast_ext.behaviour.foreign_code import CALLS, foreign_layers, layers, names_in, package
+from sfast_ext.weights.streamed_by_layer import is_hook
 
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 _HOOKS: tuple[dict[int, Any], ...] = (_modules._global_forward_hooks, _modules._global_forward_pre_hooks)
@@ -124,7 +125,7 @@ class TorchQuickCheck:
 
     def _hooks_unchanged(self) -> bool:
         """Whether the global hooks are the same."""
-        return self._hooks == _hooks() if self._hooks else not any(_HOOKS)
+        return self._hooks == _hooks() if self._hooks or any(_HOOKS) else True
 
 
 def _names_of_torchs(kind: type) -> frozenset[str]:
@@ -159,7 +160,8 @@ def _reached(names: frozenset[str]) -> frozenset[str]:
 
 
 def _hooks() -> tuple[Any, ...]:
-    return tuple(hook for hooks in _HOOKS for hook in hooks.values())
+    # another thread may add one meanwhile
+    return tuple(hook for hooks in _HOOKS for hook in tuple(hooks.values()) if not is_hook(hook))
 
 
 def _replaced() -> Iterator[tuple[str, Any]]:

@@ -68,9 +68,13 @@ def _end(context: ModuleContext) -> None:
     """The forward is the host's, unless weights are in system memory next to others on the GPU."""
     if context.is_part:
         context.slot.release()
-    elif context.arena.resident.out(context.device()) and context.slot.installed():
+    elif context.arena.resident.out(context.device()):
+        # a wrapper in its place may call it
         _left[context.module] = weakref.ref(context)
     else:
-        _left.pop(context.module, None)
+        left = _left.get(context.module)
+        # a later accelerator of the module may have left it so
+        if left is not None and left() is context:
+            del _left[context.module]
         context.slot.release()
         context.arena.resident.forget()

@@ -203,7 +203,8 @@ class ModuleContext:
     def _run_without_room(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward while weights stay in system memory, for all of which the GPU has no room."""
         self.tell_short()
-        with self.arena.order.host():
+        # before the gate, which another thread may wait for
+        with self.arena.resident.alone, self.arena.order.host():
             if not self.arena.resident.out(self.device()):
                 return forward(*args, **kwargs)
             try:

@@ -18,7 +18,8 @@ from sfast_ext.weights.streamed import Streamed
 
 class StreamedByLayer(Streamed):
     """`Streamed`, in which the parameters of a layer are on the GPU while it is called: its forward, or a host's around
-    it, may ask for their device and write to them. What was written is in system memory afterwards."""
+    it, may ask for their device and write to them. What was written is in system memory afterwards, as is what an
+    operation writes elsewhere."""
 
     def __init__(self, values: Iterable[torch.Tensor], device: torch.device) -> None:
         super().__init__(values, device)
@@ -51,11 +52,16 @@ class StreamedByLayer(Streamed):
             return function(*args, **(kwargs or {}))
         return super().__torch_dispatch__(function, types, args, kwargs)
 
+    def _may_write(self, function: Any) -> bool:
+        # values, and not where they are
+        return torch.Tag.inplace_view not in function.tags
+
     def _before(self, layer: nn.Module, _: Any) -> None:
         if threading.get_ident() != self._thread:
             return
         held = [value for value in layer._parameters.values() if value is not None and self._is_held(value)]
-        if not held:
+        # a layer within its own call has them, and the end of the inner one is not that of the outer one
+        if not held and all(each is not layer for each, _ in self._called):
             return
         lent: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._called.append((layer, lent))
@@ -88,6 +94,11 @@ class StreamedByLayer(Streamed):
                         set_data(value, source)
         finally:
             self._moving = False
+
+
+def is_hook(hook: object) -> bool:
+    """Whether a hook on all modules is one of these. Other threads are as without it."""
+    return isinstance(getattr(hook, "__self__", None), StreamedByLayer)
 
 
 def _is_same(value: torch.Tensor, digest: torch.Tensor, source: torch.Tensor) -> bool:

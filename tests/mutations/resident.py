@@ -23,8 +23,45 @@ MUTATIONS = [
     ),
     Mutation(
         "weights that find no room on the GPU when a model is released", "runtime/left_aside.py",
-        "elif context.arena.resident.out(context.device()) and context.slot.installed():", "elif False:",
+        "elif context.arena.resident.out(context.device()):", "elif False:",
         (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
+    ),
+    Mutation(
+        "such weights after a late release of the accelerator before", "runtime/left_aside.py",
+        "if left is not None and left() is context:", "if left is not None:",
+        (_NO_ROOM + "test_a_late_release_takes_nothing_from_a_later_accelerator",),
+    ),
+    Mutation(
+        "such weights if a wrapper is in the forward's place", "runtime/left_aside.py",
+        "elif context.arena.resident.out(context.device()):",
+        "elif context.arena.resident.out(context.device()) and context.slot.installed():",
+        (_NO_ROOM + "test_a_wrapper_has_the_forward_of_a_module_that_is_released",),
+    ),
+    Mutation(
+        "such weights if another forward is in its place", "accelerator.py",
+        "(left_aside.let_go if self._released else left_aside.give_back)(self._context)",
+        "left_aside.give_back(self._context)",
+        (_NO_ROOM + "test_another_forward_finds_weights_once_there_is_room",),
+    ),
+    Mutation(
+        "threads that have weights of layers on the GPU", "runtime/model_state.py",
+        "with self.arena.resident.alone, self.arena.order.host()", "with self.arena.order.host()",
+        (_NO_ROOM + "test_two_threads_take_turns",),
+    ),
+    Mutation(
+        "weights of a layer that calls itself", "weights/streamed_by_layer.py",
+        "if not held and all(each is not layer for each, _ in self._called):", "if not held:",
+        (_NO_ROOM + "test_a_layer_within_its_own_call",),
+    ),
+    Mutation(
+        "weights that are written to where no layer is called", "weights/streamed.py",
+        "x.copy_(there[id(x)])", "pass",
+        (_NO_ROOM + "test_a_layers_own_hooks_write_and_restore",),
+    ),
+    Mutation(
+        "weights that are given other strides where no layer is called", "weights/streamed_by_layer.py",
+        "return torch.Tag.inplace_view not in function.tags", "return True",
+        (_NO_ROOM + "test_weights_are_read_where_no_layer_is_called",),
     ),
     Mutation(
         "a forward that stays for such weights goes once they have come", "runtime/left_aside.py",

@@ -4,6 +4,7 @@ memory until there is."""
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,13 @@ from pretended_card import GPU, Card
 from torch import nn
 from torch.nn import functional as F
 
-from sfast_ext import Hooks, accelerate, accelerator_of
+from sfast_ext import Config, Hooks, accelerate, accelerator_of, reasons
 from sfast_ext.plans.graph_pool import MB
 from sfast_ext.weights import resident as weights_resident
+from sfast_ext.weights import streamed_by_layer
+from sfast_ext.weights.weight import WeightsInUse
 
-from .eight_bits import Net, On, changed
+from .eight_bits import Net, On, changed, net
 from .test_resident import CARD, OFF, WEIGHTS, away, card, halves, kernels, started  # noqa: F401
 
 EAGER = replace(CARD, cuda_graphs=False)
@@ -97,10 +100,26 @@ def test_another_accelerator_has_what_is_left(card: Card, on: On) -> None:  # no
     before, on.acc = on.acc, accelerate(on.ours, EAGER)
     for _ in range(2):
         assert on.error(32) < 1e-6 and away(on) == len(halves(on.ours))
+    # the user knows already
+    assert "no room for half-precision weights" not in on.words()
     assert not before.arena.resident and not before.installed()
     card.capacity += MORE
     on.acc.release()
     assert untouched(on.ours) and on.error(32) < 1e-6
+
+
+def test_a_late_release_takes_nothing_from_a_later_accelerator(card: Card, on: On) -> None:  # noqa: F811
+    released(on)
+    first, on.acc = on.acc, accelerate(on.ours, EAGER)
+    released(on)
+    # as who cleans up twice
+    first.release()
+    for _ in range(2):
+        on.acc = accelerate(on.ours, EAGER)
+        assert on.error(32) < 1e-6 and away(on) == len(halves(on.ours))
+        released(on)
+    card.capacity += MORE
+    assert on.error(32) < 1e-6 and untouched(on.ours)
 
 
 def test_the_same_accelerator_goes_on(card: Card, on: On) -> None:  # noqa: F811
@@ -127,6 +146,33 @@ def test_some_came_and_memory_ran_out(card: Card, on: On, monkeypatch: pytest.Mo
     assert on.error(32) < 1e-6 and not untouched(on.ours)
     card.capacity += MORE
     assert on.error(32) < 1e-6 and untouched(on.ours)
+
+
+def test_weights_that_another_thread_uses_at_a_release(
+    card: Card, on: On, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    def in_use(*_: object) -> None:
+        raise WeightsInUse(reasons.WEIGHTS_IN_USE())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(on.acc._context), "bring_back", in_use)
+        released(on)
+    assert away(on) == len(halves(on.ours)) and on.error(32) < 1e-6
+    card.capacity += MORE
+    assert on.error(32) < 1e-6 and untouched(on.ours)
+
+
+def test_the_user_is_told_again_after_there_was_room(card: Card, on: On) -> None:  # noqa: F811
+    off(on)
+    card.capacity = 64 * MB
+    assert on.error(32) < 1e-6 and away(on) == 0
+    on.acc.configure(EAGER)
+    for _ in range(3):
+        on.call()
+    full(card, on)
+    off(on)
+    assert away(on) == len(halves(on.ours)) and on.error(32) < 1e-6
+    assert on.words().count("no room for half-precision weights") == 2
 
 
 def test_copies_and_saved_weights_meanwhile(card: Card, on: On) -> None:  # noqa: F811
@@ -191,14 +237,43 @@ def test_a_layer_has_its_weights_on_the_gpu_while_it_is_called(
         assert torch.equal(layer.weight, like.weight) and layer.weight.data_ptr() == place
 
 
+def test_what_is_only_read_counts_as_unchanged(card: Card, on: On) -> None:  # noqa: F811
+    released(on)
+    versions = [p._version for p in halves(on.ours)]
+    assert on.error(32) < 1e-6 and versions == [p._version for p in halves(on.ours)]
+
+
+def test_what_is_written_is_kept_without_memory_for_a_digest(
+    card: Card, on: On, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    layer, like = on.ours.blocks[1].ff_out, on.twin.blocks[1].ff_out
+
+    def write(layer: Any, _: Any) -> None:
+        layer.weight.neg_()
+        # none of our layers follows
+        monkeypatch.setattr(streamed_by_layer, "digest_of", out_of_memory)
+
+    for each in (layer, like):
+        each.register_forward_pre_hook(write)
+    released(on)
+    on.call(32)
+    assert torch.equal(layer.weight, like.weight) and away(on) == len(halves(on.ours))
+
+
 class Outside(Net):
     """Reads a weight, or writes to it, where its layer is not called."""
 
-    writes = False
+    writes = resizes = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.blocks[0].to_q.weight
         if self.writes:
-            self.blocks[0].to_q.weight.mul_(1.0)
+            assert weight.mul_(-1.0) is weight
+            weight[::3] *= 2
+            torch.neg(weight[1], out=weight[2])
+            torch._foreach_mul_([weight, self.blocks[1].to_out.weight], 0.5)
+        if self.resizes:
+            weight.t_()
         return super().forward(x) + self.blocks[1].to_out.weight.sum()
 
 
@@ -207,11 +282,157 @@ def test_weights_are_read_where_no_layer_is_called(card: Card, on: On) -> None: 
     for each in (on.ours, on.twin):
         each.__class__ = Outside
     assert on.error(32) < 1e-6
-    # who writes there finds no memory
-    on.ours.writes = True
+    places = [p.data_ptr() for p in halves(on.ours)]
+    for each in (on.ours, on.twin):
+        each.writes = True
+    for _ in range(2):
+        assert on.error(32) < 1e-6 and places == [p.data_ptr() for p in halves(on.ours)]
+        assert all(map(torch.equal, halves(on.ours), halves(on.twin)))
+    # who gives one other strides finds no memory
+    for each in (on.ours, on.twin):
+        each.writes = False
+    on.ours.resizes = True
     with pytest.raises(torch.cuda.OutOfMemoryError, match="no room for half-precision weights"):
         on.call(32)
+    on.ours.resizes = False
     card.capacity += MORE
+    assert on.error(32) < 1e-6 and untouched(on.ours)
+
+
+def test_a_layers_own_hooks_write_and_restore(card: Card, on: On) -> None:  # noqa: F811
+    released(on)
+    kept = torch.empty(0)
+
+    def apply(layer: Any, _: Any) -> None:
+        nonlocal kept
+        kept = layer.weight.to("cpu", copy=True)
+        layer.weight.mul_(-2.0)
+
+    def restore(layer: Any, *_: Any) -> None:
+        # after hooks on all modules
+        layer.weight.copy_(kept)
+
+    for each in (on.ours, on.twin):
+        each.blocks[0].ff_out.register_forward_pre_hook(apply)
+        each.blocks[0].ff_out.register_forward_hook(restore)
+    for _ in range(2):
+        assert on.error(32) < 1e-6 and away(on) == len(halves(on.ours))
+        assert all(map(torch.equal, halves(on.ours), halves(on.twin)))
+
+
+class Twice(nn.Linear):
+    """A layer that calls itself."""
+
+    inside = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inside:
+            return super().forward(x)
+        self.inside = True
+        try:
+            y = self(x)
+        finally:
+            self.inside = False
+        assert self.weight.device == x.device
+        return super().forward(x) - 2 * y
+
+
+def test_a_layer_within_its_own_call(card: Card, on: On) -> None:  # noqa: F811
+    released(on)
+    for each in (on.ours, on.twin):
+        each.blocks[0].to_q.__class__ = Twice
+    for _ in range(2):
+        assert on.error(32) < 1e-6 and away(on) == len(halves(on.ours))
+
+
+def test_other_models_in_other_threads_have_their_plans(card: Card, on: On) -> None:  # noqa: F811
+    other, x = net(), torch.randn(2, 16, 8).to(torch.bfloat16)
+    acc = accelerate(other, Config(allow_cpu=True, triton=False))
+
+    def call() -> None:
+        with torch.no_grad():
+            other(x)
+
+    def calls(*_: object) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    for _ in range(2):
+        calls()
+    released(on)
+    on.ours.blocks[0].register_forward_hook(calls)
+    before = acc.report.counter("eager_runs")
+    for _ in range(3):
+        assert on.error(32) < 1e-6
+    assert acc.report.counter("eager_runs") == before + 3 and acc.report.counter("fallbacks") == 0
+    # also one that is made meanwhile
+    acc.forget_plans(None)
+    for _ in range(2):
+        assert on.error(32) < 1e-6
+    on.ours.blocks[0]._forward_hooks.clear()
+    calls()
+    assert acc.report.counter("captures") == 2 and acc.report.counter("eager_runs") == before + 5
+
+
+def test_two_threads_take_turns(card: Card, on: On, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    released(on)
+    # no attempt to bring weights back keeps them apart
+    monkeypatch.setattr(type(on.acc._context), "bring_back", out_of_memory)
+    within, ends, errors = threading.Event(), threading.Event(), list[float]()
+
+    def waits(*_: object) -> None:
+        if threading.current_thread() is thread:
+            within.set()
+            ends.wait(10)
+
+    def call() -> None:
+        with card, torch.no_grad():
+            errors.append(on.error(32))
+
+    on.ours.blocks[0].to_q.register_forward_pre_hook(waits)
+    def first(*_: object) -> None:
+        # this forward has begun when the other's layer returns its weights
+        if threading.current_thread() is not thread:
+            ends.set()
+            thread.join(10)
+
+    on.ours.first.register_forward_hook(first)
+    thread = threading.Thread(target=call)
+    threading.Timer(1.0, ends.set).start()
+    thread.start()
+    assert within.wait(10) and on.error(32) < 1e-6
+    thread.join()
+    assert errors and errors[0] < 1e-6 and away(on) == len(halves(on.ours))
+
+
+def wrapped(on: On, ours: bool) -> None:
+    """Another extension puts its forward in the module's place, which calls ours or the one of the class."""
+    inner = on.ours.forward if ours else type(on.ours).forward.__get__(on.ours)
+    on.ours.forward = lambda x: inner(x)  # type: ignore[method-assign]
+
+
+def test_a_wrapper_has_the_forward_of_a_module_that_is_released(card: Card, on: On) -> None:  # noqa: F811
+    wrapped(on, ours=True)
+    released(on)
+    for _ in range(2):
+        assert on.error(32) < 1e-6 and away(on) == len(halves(on.ours))
+    assert on.words().count("no room for half-precision weights") == 1
+    card.capacity += MORE
+    assert on.error(32) < 1e-6 and away(on) == 0 and not on.acc.arena.resident
+    del on.ours.forward
+    assert on.error(32) < 1e-6 and untouched(on.ours)
+
+
+def test_another_forward_finds_weights_once_there_is_room(card: Card, on: On) -> None:  # noqa: F811
+    on.acc._context.slot.watch()
+    wrapped(on, ours=False)
+    released(on)
+    with pytest.raises(RuntimeError, match="same device"):
+        on.call(32)
+    card.capacity += MORE
+    assert on.error(32) < 1e-6 and away(on) == 0 and not on.acc.arena.resident
+    del on.ours.forward
     assert on.error(32) < 1e-6 and untouched(on.ours)
 
 
