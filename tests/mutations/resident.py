@@ -44,6 +44,11 @@ MUTATIONS = [
         (_NO_ROOM + "test_another_forward_finds_weights_once_there_is_room",),
     ),
     Mutation(
+        "plans of other models while weights of layers come", "behaviour/surroundings.py",
+        " if not is_hook(hook)", "",
+        (_NO_ROOM + "test_other_models_in_other_threads_have_their_plans",),
+    ),
+    Mutation(
         "threads that have weights of layers on the GPU", "runtime/model_state.py",
         "with self.arena.resident.alone, self.arena.order.host()", "with self.arena.order.host()",
         (_NO_ROOM + "test_two_threads_take_turns",),
