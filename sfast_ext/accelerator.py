@@ -240,8 +240,8 @@ class Accelerator:
             self._released = True
             with contextlib.ExitStack() as steps:
                 # runs them in reverse order, all of them even if one raises
-                for step in (self._finder.keys.clear, self.arena.release):
-                    steps.callback(step)
+                steps.callback(self._finder.keys.clear)
+                steps.callback(self.arena.release)
                 steps.callback(left_aside.let_go, self._context)
                 steps.callback(self.forget_plans, None)
                 self._release_parts()
@@ -333,7 +333,7 @@ class Accelerator:
 
     def bring_weights_back(self) -> None:
         """Free weights in 8 bits whose half-precision values are in system memory, and move those to the GPU, if the
-        module is there. Raises nothing: the error of a forward that finds them elsewhere says more."""
+        module is there and the GPU has room for them. Raises nothing."""
         left_aside.give_back(self._context)
 
     def status(self) -> dict[str, Any]:

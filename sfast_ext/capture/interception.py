@@ -48,12 +48,12 @@ class _Detour:
 
     def __init__(self, function: FunctionType) -> None:
         self.code = function.__code__
-        self.stub: CodeType | None = _stub(len(function.__code__.co_freevars), self._call)
+        self.stub: CodeType | None = None
         self.users = 0
         self._function = function
         self._original = _copy(function)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handler = getattr(_local, "handlers", {}).get(self._function)
         if handler is None:
             return self._original(*args, **kwargs)
@@ -64,13 +64,13 @@ def _install(function: FunctionType) -> bool:
     detour = _detours.get(function)
     if detour is None:
         detour = _Detour(function)
-        assert detour.stub is not None
+        stub = _stub(len(function.__code__.co_freevars), detour.call)
         try:
-            function.__code__ = detour.stub
+            function.__code__ = stub
         except (TypeError, ValueError):
             logger.debug("%s cannot be intercepted", function, exc_info=True)
-            detour.stub = None
             return False
+        detour.stub = stub
         _detours[function] = detour
     detour.users += 1
     return True

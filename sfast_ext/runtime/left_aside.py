@@ -1,7 +1,7 @@
 """Weights in system memory that nothing needs there any more, and for which the GPU has no room.
 
-Another program may have taken its memory since. A model whose weights are on two devices runs no forward of its own, so
-ours stays in its place: it reads these weights from system memory, see `ModuleContext.run_forward`, until they have
+Another program may have taken its memory since. The host's forward fails if the weights are on two devices, so our
+forward stays in the module: it reads these weights from system memory, see `ModuleContext.run_forward`, until they have
 come, or the host has moved the module.
 """
 

@@ -194,24 +194,24 @@ class ModuleContext:
     def run_streamed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`run_forward`, while weights that were set aside stay in system memory. Raises whatever an operation raises
         that cannot be run so."""
+        return self._streamed(forward, args, kwargs)
+
+    def _streamed(self, forward: Callable[..., Any], args: Any, kwargs: Any, by_layer: bool = False) -> Any:
         with self.arena.order.host():
             if not self.arena.resident.out(self.device()):
                 return forward(*args, **kwargs)
-            with self.arena.resident.streamed():
+            with self.arena.resident.streamed(by_layer):
                 return forward(*args, **kwargs)
 
     def _run_without_room(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward while weights stay in system memory, for all of which the GPU has no room."""
         self.tell_short()
-        # before the gate, which another thread may wait for
-        with self.arena.resident.alone, self.arena.order.host():
-            if not self.arena.resident.out(self.device()):
-                return forward(*args, **kwargs)
-            try:
-                with self.arena.resident.streamed(by_layer=True):
-                    return forward(*args, **kwargs)
-            except NotStreamed as exc:
-                raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {reasons.STREAMS()} ({exc})") from exc
+        try:
+            # before the gate, which another thread may wait for
+            with self.arena.resident.alone:
+                return self._streamed(forward, args, kwargs, by_layer=True)
+        except NotStreamed as exc:
+            raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {reasons.STREAMS()} ({exc})") from exc
 
     def tell_short(self) -> None:
         """Tell the user that weights stay in system memory, once until they have come."""

@@ -16,7 +16,7 @@ from sfast_ext.weights.staging import Staging
 
 
 class NotStreamed(Exception):
-    """An operation writes to a weight, in a way that is not possible within."""
+    """An operation writes to a weight in a way that cannot be followed."""
 
 
 class Streamed(TorchDispatchMode):

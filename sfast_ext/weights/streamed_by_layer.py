@@ -53,7 +53,7 @@ class StreamedByLayer(Streamed):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
     def _may_write(self, function: Any) -> bool:
-        # values, and not where they are
+        # it may change values, but no shapes and strides
         return torch.Tag.inplace_view not in function.tags
 
     def _before(self, layer: nn.Module, _: Any) -> None:

@@ -1,5 +1,5 @@
 """Memory management of Forge for a UNet in 8 bits on a small card, see `resident`. It loads and unloads models as a
-whole, reads from parameters where they are, and makes weights with LoRA after the move, where each of them is."""
+whole, reads the device of each parameter, and makes each weight with LoRA after the move, on its device."""
 
 from __future__ import annotations
 
