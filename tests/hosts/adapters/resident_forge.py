@@ -206,3 +206,14 @@ def running_on(
 
 def room(*rooms: float) -> Any:
     return pytest.mark.parametrize("on", rooms, indirect=True)
+
+
+def card_with(standin: ModuleType, kind: type[forge.ForgeSession]) -> Any:
+    """The fixture `on`: a card with room for so many UNets, see `room`."""
+
+    @pytest.fixture(name="on")
+    def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+        with running_on(monkeypatch, request.param, standin, kind) as running:
+            yield running
+
+    return on

@@ -4,7 +4,6 @@ and what is Forge's own."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from hosts.adapters import test_forge_resident, test_forge_resident_lora
-from hosts.adapters.resident_forge import CHANNELS, SIZE, SMALL, Running, room, running_on, shown
+from hosts.adapters.resident_forge import CHANNELS, SIZE, SMALL, Running, card_with, room, shown
 from hosts.standins import forge_old, forge_old_memory
 from hosts.standins.a1111 import lora_delta
 from sfast_ext.hosts import gpu_room
@@ -47,11 +46,7 @@ OTHERS_TOO = (
 globals().update({test.__name__: test for test in OTHERS_TOO})
 
 
-@pytest.fixture
-def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    """A card with room for so many UNets."""
-    with running_on(monkeypatch, request.param, forge_old_memory, forge.OldSession) as running:
-        yield running
+on = card_with(forge_old_memory, forge.OldSession)
 
 
 def right(on: Running) -> bool:
@@ -202,13 +197,7 @@ def test_memory_runs_out_in_the_middle_of_an_image(on: Running, monkeypatch: pyt
 
 @room(1.6)
 def test_a_call_without_a_plan_that_lacks_room_for_all_weights_is_forges(on: Running) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
-    # another program takes memory, and an extension's hook keeps plans from running
-    on.card.outside = int(0.7 * SIZE)
-    hook = on.host.unet.middle_block.register_forward_hook(lambda module, given, result: result)
-    assert on.picture() < 1e-2 and on.in_parts
-    hook.remove()
-    on.card.outside = 0
+    test_forge_resident.image_in_parts(on)
     # Forge loads nothing again that is loaded
     assert on.picture() < 1e-2 and on.in_parts and on.counter("errors") == 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,16 +10,13 @@ import torch
 from hosts.standins import forge_old_memory
 from sfast_ext.hosts.forge import adapter as forge
 
-from .resident_forge import SIZE, Running, room, running_on
+from .resident_forge import SIZE, Running, card_with, room
 from .test_forge_old_resident import REFUSED, another_forward, short
 
 pytestmark = pytest.mark.usefixtures("proportions")
 
 
-@pytest.fixture
-def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    with running_on(monkeypatch, request.param, forge_old_memory, forge.OldSession) as running:
-        yield running
+on = card_with(forge_old_memory, forge.OldSession)
 
 
 def in_8_bits(on: Running) -> None:

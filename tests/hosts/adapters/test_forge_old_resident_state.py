@@ -4,7 +4,6 @@ parts, and whether it is loaded."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +19,12 @@ from sfast_ext.hosts.forge import memory
 from sfast_ext.hosts.forge.residence import FORGE
 from sfast_ext.report import Report
 
-from .resident_forge import SIZE, SMALL, Running, room, running_on
+from .resident_forge import SIZE, SMALL, Running, card_with, room
 
 pytestmark = pytest.mark.usefixtures("proportions")
 
 
-@pytest.fixture
-def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    with running_on(monkeypatch, request.param, forge_old_memory, forge.OldSession) as running:
-        yield running
+on = card_with(forge_old_memory, forge.OldSession)
 
 
 NAMES = ("to_q", "to_k", "to_v")

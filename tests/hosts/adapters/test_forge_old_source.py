@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from hosts.adapters import test_forge_old_resident, test_forge_resident, test_forge_resident_lora
-from hosts.adapters.resident_forge import Running, running_on
+from hosts.adapters.resident_forge import card_with
 from hosts.standins import forge_old_source
 from sfast_ext.hosts.forge import adapter as forge
 
@@ -34,8 +32,4 @@ OTHERS_TOO = (
 globals().update({test.__name__: test for test in OTHERS_TOO})
 
 
-@pytest.fixture
-def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    """A card with room for so many UNets."""
-    with running_on(monkeypatch, request.param, forge_old_source, forge.OldSession) as running:
-        yield running
+on = card_with(forge_old_source, forge.OldSession)

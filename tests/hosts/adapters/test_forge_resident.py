@@ -6,14 +6,13 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
-from hosts.adapters.resident_forge import RESERVE, SIZE, SMALL, Running, room, running_on, shown
+from hosts.adapters.resident_forge import RESERVE, SIZE, SMALL, Running, card_with, room, shown
 from hosts.standins import forge_neo_memory
 from sfast_ext import accelerator_of
 from sfast_ext.hosts.forge import adapter as forge
@@ -22,11 +21,7 @@ from sfast_ext.runtime.verify import relative_error
 pytestmark = pytest.mark.usefixtures("proportions")
 
 
-@pytest.fixture
-def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    """A card with room for so many UNets."""
-    with running_on(monkeypatch, request.param, forge_neo_memory, forge.ForgeSession) as running:
-        yield running
+on = card_with(forge_neo_memory, forge.ForgeSession)
 
 
 @room(1.6)
@@ -198,8 +193,8 @@ def test_if_the_first_forward_runs_out_of_memory_forge_loads_it_in_parts(on: Run
     assert on.counter("captures") == 0 and "in parts from now on" in str(on.session.report.as_dict()["events"])
 
 
-@room(1.6)
-def test_a_call_without_a_plan_that_lacks_room_for_all_weights_is_forges(on: Running) -> None:
+def image_in_parts(on: Running) -> None:
+    """Two images in 8 bits, and one that the original forward makes, which has no room for all weights."""
     assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
     # another program takes memory, and an extension's hook keeps plans from running
     on.card.outside = int(0.7 * SIZE)
@@ -207,6 +202,11 @@ def test_a_call_without_a_plan_that_lacks_room_for_all_weights_is_forges(on: Run
     assert on.picture() < 1e-2 and on.in_parts
     hook.remove()
     on.card.outside = 0
+
+
+@room(1.6)
+def test_a_call_without_a_plan_that_lacks_room_for_all_weights_is_forges(on: Running) -> None:
+    image_in_parts(on)
     # it was not refused: with the memory 8 bits are back
     assert on.picture() < 0.06 and not on.in_parts
 

@@ -3,7 +3,6 @@ reForge's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from hosts.adapters import test_forge_resident, test_forge_resident_lora
-from hosts.adapters.resident_forge import Running, room, running_on
+from hosts.adapters.resident_forge import Running, card_with, room
 from hosts.standins import reforge_memory
 from sfast_ext.hosts.forge import adapter as forge
 
@@ -40,11 +39,7 @@ OTHERS_TOO = (
 globals().update({test.__name__: test for test in OTHERS_TOO})
 
 
-@pytest.fixture
-def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    """A card with room for so many UNets."""
-    with running_on(monkeypatch, request.param, reforge_memory, forge.ReforgeSession) as running:
-        yield running
+on = card_with(reforge_memory, forge.ReforgeSession)
 
 
 @room(1.6)

@@ -13,9 +13,9 @@ from unittest import mock
 
 import torch
 
-from hosts.standins import forge
+from hosts.standins import forge, forge_shared
 from hosts.standins.a1111 import _module
-from hosts.standins.forge_neo_patcher import Another, KModel, Layer, ModelPatcher, make_unet
+from hosts.standins.forge_neo_patcher import KModel, Layer, Linear, ModelPatcher, make_unet
 
 
 class LoadedModel:
@@ -133,7 +133,7 @@ class Managed(forge.Host):
     """Bytes that Forge expects a forward of the next image to take."""
 
     def _module_of(self, size: int) -> Any:
-        return Another(size)
+        return forge_shared.Another(size, Linear)
 
     def load_whole(self, patcher: Any) -> None:
         """All of a model comes to the GPU."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hosts.standins import a1111, forge
+from hosts.standins import a1111, forge, forge_shared
 from hosts.standins.a1111 import lora_delta, weights
 from sfast_ext.tools.lib import models
 
@@ -51,41 +51,23 @@ class LayerNorm(nn.LayerNorm, Layer):
 
 def make_unet(seed: int, channels: int, levels: int | None = None, dtype: torch.dtype = HALF) -> nn.Module:
     """A tiny UNet, all of whose layers may be cast."""
-    return models.copied(_made(seed, channels, levels or a1111.by_default, dtype))
+    return models.copied(_made(seed, channels, levels or a1111.by_default)).to(dtype)
 
 
+# in float32, which tests of system memory do not count
 @functools.lru_cache(maxsize=None)
-def _made(seed: int, channels: int, levels: int, dtype: torch.dtype) -> nn.Module:
+def _made(seed: int, channels: int, levels: int) -> nn.Module:
     kind = forge.IntegratedUNet2DConditionModel
     unet = models.copied(forge.made(channels, kind, Linear, Conv2d, levels))
-    for module in unet.modules():
-        for kind in (GroupNorm, LayerNorm):
-            if isinstance(module, kind.__mro__[1]):
-                module.__class__ = kind
+    for module in forge_shared.with_norms(unet, GroupNorm, LayerNorm).modules():
         if isinstance(module, Layer):
             module.parameters_manual_cast = False
     unet.load_state_dict(weights(unet, seed))
-    return unet.to(dtype).eval().requires_grad_(False)
+    return unet.eval().requires_grad_(False)
 
 
-class Another(nn.Module):
-    """A text encoder or a VAE, of so many bytes."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.layer = Linear(1, max(1, size // 2), bias=False, dtype=HALF)
-
-
-class KModel(forge.KModel):
+class KModel(forge_shared.Computed, forge.KModel):
     device = torch.device("cpu")
-
-    def __init__(self, unet: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__(unet)
-        self.computation_dtype = self.storage_dtype = dtype
-
-    def apply_model(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
-        x, context = x.to(self.computation_dtype), c_crossattn.to(self.computation_dtype)
-        return super().apply_model(x, t, None, context, control, transformer_options, **kwargs).float()
 
 
 def _size(module: nn.Module) -> int:

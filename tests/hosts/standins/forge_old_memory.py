@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hosts.standins import a1111, forge, forge_neo_memory, forge_old
+from hosts.standins import a1111, forge, forge_neo_memory, forge_old, forge_shared
 from hosts.standins.a1111 import weights
 from hosts.standins.forge_old import LoadedModel, ModelPatcher
 from sfast_ext.tools.lib import models
@@ -20,14 +20,12 @@ IN_PARTS = 0.5
 """Of the tests' UNet: Forge leaves nearly a third of what is free to a forward, in addition to its reserve."""
 
 
-class GroupNorm(nn.GroupNorm, forge_old.Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.group_norm(x, self.num_groups, *self.given(x), self.eps)
+class GroupNorm(forge_shared.GroupNorm, forge_old.Layer):
+    pass
 
 
-class LayerNorm(nn.LayerNorm, forge_old.Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.layer_norm(x, self.normalized_shape, *self.given(x), self.eps)
+class LayerNorm(forge_shared.LayerNorm, forge_old.Layer):
+    pass
 
 
 def make_unet(seed: int, channels: int, levels: int | None = None, dtype: torch.dtype = HALF) -> nn.Module:
@@ -35,32 +33,15 @@ def make_unet(seed: int, channels: int, levels: int | None = None, dtype: torch.
     of = levels or a1111.by_default
     kind, linear, conv2d = forge_old.IntegratedUNet2DConditionModel, forge_old.Linear, forge_old.Conv2d
     unet = models.copied(forge.made(channels, kind, linear, conv2d, of))
-    for module in unet.modules():
-        for kind in (GroupNorm, LayerNorm):
-            if isinstance(module, kind.__mro__[1]):
-                module.__class__ = kind
+    for module in forge_shared.with_norms(unet, GroupNorm, LayerNorm).modules():
         if isinstance(module, forge_old.Layer):
             module.parameters_manual_cast = False
     unet.load_state_dict(weights(unet, seed))
     return unet.to(dtype).eval().requires_grad_(False)
 
 
-class Another(nn.Module):
-    """A text encoder or a VAE, of so many bytes."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.layer = forge_old.Linear(1, max(1, size // 2), bias=False, dtype=HALF)
-
-
-class KModel(forge_old.KModel):
-    def __init__(self, unet: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__(unet)
-        self.computation_dtype = self.storage_dtype = dtype
-
-    def apply_model(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
-        x, context = x.to(self.computation_dtype), c_crossattn.to(self.computation_dtype)
-        return super().apply_model(x, t, None, context, control, transformer_options, **kwargs).float()
+class KModel(forge_shared.Computed, forge_old.KModel):
+    pass
 
 
 class Host(forge_neo_memory.Managed, forge_old.Host):
@@ -107,7 +88,7 @@ class Host(forge_neo_memory.Managed, forge_old.Host):
         self.others: list[Any] = []
 
     def _module_of(self, size: int) -> nn.Module:
-        return Another(size)
+        return forge_shared.Another(size, forge_old.Linear)
 
     def lora(self, *args: Any, **kwargs: Any) -> None:
         sys.modules["networks"].model_lora_keys_unet(self.model_data.sd_model.original.model)

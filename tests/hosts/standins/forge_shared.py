@@ -1,4 +1,4 @@
-"""What the stand-ins of Forge by lllyasviel, Forge Classic and reForge share beyond that of Forge Neo."""
+"""What the stand-ins of Forges share beyond `forge`, most of it Forge by lllyasviel, Forge Classic and reForge."""
 
 from __future__ import annotations
 
@@ -34,6 +34,53 @@ class Conv2d(nn.Conv2d):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._conv_forward(x, *self.given(x))  # type: ignore[operator]
+
+
+class GroupNorm(nn.GroupNorm):
+    """See `Linear`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.group_norm(x, self.num_groups, *self.given(x), self.eps)  # type: ignore[operator]
+
+
+class LayerNorm(nn.LayerNorm):
+    """See `Linear`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, self.normalized_shape, *self.given(x), self.eps)  # type: ignore[operator]
+
+
+def with_norms(unet: nn.Module, group_norm: type[nn.Module], layer_norm: type[nn.Module]) -> nn.Module:
+    """A UNet whose normalisations are a program's."""
+    for module in unet.modules():
+        for torchs, kind in ((nn.GroupNorm, group_norm), (nn.LayerNorm, layer_norm)):
+            if isinstance(module, torchs):
+                module.__class__ = kind
+    return unet
+
+
+class Another(nn.Module):
+    """A text encoder or a VAE, of so many bytes in half precision.
+
+    Args:
+        linear: the program's layer.
+    """
+
+    def __init__(self, size: int, linear: type[nn.Linear]) -> None:
+        super().__init__()
+        self.layer = linear(1, max(1, size // 2), bias=False, dtype=torch.bfloat16)
+
+
+class Computed:
+    """A model around a UNet that is computed in another dtype than its latents have."""
+
+    def __init__(self, unet: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(unet)  # type: ignore[call-arg]
+        self.computation_dtype = self.storage_dtype = dtype
+
+    def apply_model(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
+        x, context = x.to(self.computation_dtype), c_crossattn.to(self.computation_dtype)
+        return super().apply_model(x, t, None, context, control, transformer_options, **kwargs).float()
 
 
 def cast(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -16,35 +16,22 @@ from sfast_ext.tools.lib import models
 HALF = torch.bfloat16
 
 
-class GroupNorm(nn.GroupNorm, reforge.Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.group_norm(x, self.num_groups, *self.given(x), self.eps)
+class GroupNorm(forge_shared.GroupNorm, reforge.Layer):
+    pass
 
 
-class LayerNorm(nn.LayerNorm, reforge.Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.layer_norm(x, self.normalized_shape, *self.given(x), self.eps)
+class LayerNorm(forge_shared.LayerNorm, reforge.Layer):
+    pass
 
 
 def make_unet(seed: int, channels: int, levels: int | None = None, dtype: torch.dtype = HALF) -> nn.Module:
     """A tiny UNet, all of whose layers may be cast."""
     of = levels or a1111.by_default
     unet = models.copied(forge.made(channels, reforge.UNetModel, reforge.Linear, reforge.Conv2d, of))
-    for module in unet.modules():
-        for kind in (GroupNorm, LayerNorm):
-            if isinstance(module, kind.__mro__[1]):
-                module.__class__ = kind
+    forge_shared.with_norms(unet, GroupNorm, LayerNorm)
     unet.load_state_dict(weights(unet, seed))
     unet.dtype = dtype
     return unet.to(dtype).eval().requires_grad_(False)
-
-
-class Another(nn.Module):
-    """A text encoder or a VAE, of so many bytes."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.layer = reforge.Linear(1, max(1, size // 2), bias=False, dtype=HALF)
 
 
 class BaseModel(reforge.BaseModel):
@@ -78,7 +65,7 @@ class Host(forge_neo_memory.Managed, reforge.Host):
         super().lora(*args, **kwargs)
 
     def _module_of(self, size: int) -> nn.Module:
-        return Another(size)
+        return forge_shared.Another(size, reforge.Linear)
 
 
 running = Host.running(forge_shared.LDM)
