@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from mutations import Mutation
+from conftest import LONG
+from mutations import Mutation, every
 from mutations import __main__ as runner
 from mutations.__main__ import BROKEN, NOTICED, SURVIVED
 
@@ -43,6 +44,11 @@ def test_a_part_of_a_word_is_not_found(tmp_path) -> None:
     package(tmp_path, "ready_too = already = 1\n")
     with pytest.raises(ValueError, match="0 times"):
         Mutation("one", "a.py", "ready", "x", ()).mutated(tmp_path)
+
+
+def test_no_test_that_notices_one_is_long(pytestconfig) -> None:
+    noticing = {f"tests/{test}" for mutation in every() for test in mutation.tests}
+    assert not {id for id in pytestconfig.stash[LONG] if not noticing.isdisjoint((id, id.partition("[")[0]))}
 
 
 WRONG = [

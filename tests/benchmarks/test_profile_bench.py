@@ -69,6 +69,7 @@ def few_times(monkeypatch):
     monkeypatch.setattr(profile, "ROUNDS", 1)
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("model", ["tiny-sd15", "tiny-sdxl"])
 def test_a_tiny_unet_by_kinds(model, monkeypatch, kernels_on_the_cpu):
     monkeypatch.setattr(profile.trace, "record", StandIn())

@@ -62,6 +62,7 @@ def test_the_second_look_moves_no_weights(
     quiet(on, card)
 
 
+@pytest.mark.long(but=[1, 3])
 @pytest.mark.parametrize("how", ["in place", "data", "rows", "object"])
 def test_other_weights_are_compared_once_and_stay_away(card: Card, compared: list[Any], how: str) -> None:  # noqa: F811
     on = started(calls=SECOND_LOOK + 4)

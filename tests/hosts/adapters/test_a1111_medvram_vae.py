@@ -128,6 +128,7 @@ def test_both_parts_come_and_leave_together(on: Running) -> None:
     assert on.card.allocated < UNET + SMALL
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on", FLAGS[1:2], indirect=True)
 def test_another_vae_is_decoded(on: Running) -> None:
     for _ in range(3):

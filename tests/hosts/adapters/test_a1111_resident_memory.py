@@ -93,6 +93,7 @@ def test_at_rest_it_is_what_the_webui_takes_alone(on: Running, seed: int) -> Non
     assert on.counter("captures") > 0 and on.counter("errors") == 0
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("on", FLAGS, indirect=True)
 def test_a_checkpoint_that_was_exchanged_leaves_nothing(on: Running) -> None:  # noqa: F811
     load(on, 2)

@@ -111,6 +111,7 @@ def test_the_second_image_prepares_and_the_prompt_of_the_third_is_read_by_a_plan
     assert {plan["label"] for each in found for plan in each["plans"]} == {"text encoder, 77 tokens"}
 
 
+@pytest.mark.long(but=[1])
 def test_what_is_said_of_the_steps_does_not_count_them(on):
     warm(on)
     status = on.session.status()
@@ -135,6 +136,7 @@ def test_loras_are_in_what_a_plan_reads_and_gone_afterwards(on, loras):
     same(texts.read(on.made[-1], texts.ids(1)), plain)
 
 
+@pytest.mark.long(but=[0])
 def test_a_lora_that_is_there_before_the_first_plan(on):
     on.host.lora(a=0.7)
     warm(on)
@@ -168,6 +170,7 @@ def test_loras_inside_of_layers_are_bypassed(on):
     assert on.image() == {"plan"}
 
 
+@pytest.mark.long(but=[0])
 def test_what_is_of_the_unet_alone_does_not_stop_them(on):
     warm(on)
     on.host.shared.loaded_hypernetworks.append(SimpleNamespace(name="h"))
@@ -181,6 +184,7 @@ def test_what_is_of_the_unet_alone_does_not_stop_them(on):
     assert on.image() == {"plan"}
 
 
+@pytest.mark.long(but=[2])
 @pytest.mark.parametrize(
     ("on", "skip"), [("SD 1", 1), ("SD 1", 4), ("SD 2", 2), ("SDXL", 3)], indirect=["on"], ids=str
 )
@@ -190,6 +194,7 @@ def test_the_number_of_skipped_layers_needs_no_plan(on, skip):
     assert on.counter("text_captures") == len(on.made)
 
 
+@pytest.mark.long(but=[2])
 def test_300_tokens_are_read_chunk_by_chunk_with_vectors(on):
     warm(on)
     vectors = [[(3, torch.randn(4, texts.WIDTH))]]
@@ -199,6 +204,7 @@ def test_300_tokens_are_read_chunk_by_chunk_with_vectors(on):
     warm(on, rows=2)
 
 
+@pytest.mark.long(but=[1])
 def test_another_checkpoint_in_the_same_modules(on):
     warm(on)
     for made in (on.made, on.twins):
@@ -208,6 +214,7 @@ def test_another_checkpoint_in_the_same_modules(on):
     assert on.image() == {"plan"} and on.counter("text_captures") == len(on.made)
 
 
+@pytest.mark.long(but=[1])
 def test_switched_off_they_are_released_before_the_next_image(on):
     warm(on)
     on.host.opts.data["sfast_text_encoders"] = False

@@ -164,6 +164,7 @@ def test_networks_that_the_extension_let_go_of_are_given_back(host, units, cache
     assert all("forward" not in vars(u.control_model.control_model) for u in units)
 
 
+@pytest.mark.long
 def test_what_it_notes_on_modules_makes_no_new_plans(host, units):  # noqa: F811
     unet = started(host)
     picture = host.generate()

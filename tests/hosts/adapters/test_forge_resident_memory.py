@@ -103,6 +103,7 @@ SETTINGS = "sfast_eight_bits", "sfast_enabled"
 TURNED_OFF = [case for i, size in enumerate((1.6, 1.25)) for case in one_of(i, *((size, name) for name in SETTINGS))]
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize(("on", "name"), TURNED_OFF, indirect=["on"])
 def test_after_it_was_turned_off(on: Running, name: str) -> None:  # noqa: F811
     options = on.host.opts.data

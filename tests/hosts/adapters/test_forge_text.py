@@ -86,6 +86,7 @@ class Prompts:
         assert [self.image() for _ in range(3)] == [{"original"}, {"prepared"}, {"plan"}]
 
 
+@pytest.mark.long(but=[2, 0])
 @each
 def test_prompts_are_read_by_plans_whose_layers_cast(on):
     prompts = Prompts(on)
@@ -97,6 +98,7 @@ def test_prompts_are_read_by_plans_whose_layers_cast(on):
     assert len(found) == 2 and {len(each["plans"]) for each in found} == {1}
 
 
+@pytest.mark.long(but=[1, 2])
 @each
 def test_weights_that_a_lora_changes_are_followed(on):
     prompts = Prompts(on)
@@ -112,6 +114,7 @@ def test_weights_that_a_lora_changes_are_followed(on):
         assert prompts.image() == {"plan"}
 
 
+@pytest.mark.long(but=[0, 3])
 @each
 def test_a_model_that_stays_in_system_memory_in_part_is_bypassed(on):
     prompts = Prompts(on)

@@ -15,7 +15,18 @@ from hosts.adapters.resident_forge import Running, card_with, room
 from hosts.standins import reforge_memory
 from sfast_ext.hosts.forge import adapter as forge
 
-pytestmark = pytest.mark.usefixtures("proportions")
+# in make test of Forge and of reForge one, in turns; all of what Forge Neo has
+pytestmark = [
+    pytest.mark.usefixtures("proportions"),
+    pytest.mark.long("test_random_scenes", but=[2]),
+    pytest.mark.long(
+        "test_other_models_find_room_next_to_it_or_in_its_place",
+        "test_loras_are_followed_and_made_one_layer_at_a_time",
+        "test_off_and_on_by_the_settings",
+        "test_at_the_end_of_a_session_the_weights_are_where_forge_believes",
+        "test_without_room_for_the_first_image_it_is_loaded_in_parts",
+    ),
+]
 OTHERS_TOO = (
     test_forge_resident.test_the_unet_is_loaded_as_a_whole_and_stays_in_8_bits,
     test_forge_resident.test_without_8_bits_forge_loads_it_in_parts_as_before,
