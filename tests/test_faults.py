@@ -227,6 +227,7 @@ def test_a_kernel_that_fails_in_a_later_run_costs_that_kernel_too(monkeypatch, k
     pair.release()
 
 
+@pytest.mark.long
 def test_a_real_unet_goes_on_too(monkeypatch):
     pair = Pair("unet")
     with monkeypatch.context() as patch:

@@ -181,6 +181,7 @@ def test_each_state_of_torch(name):
         assert pair.served
 
 
+@pytest.mark.long(but=[0, 1, 2, 3, 4, 5, 6, 9])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_each_transform_of_a_call(name):
     w = World("small", 1)

@@ -98,6 +98,7 @@ def writes(self: Any, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, self.weight, self.bias)
 
 
+@pytest.mark.long(but=[0, 2])
 @pytest.mark.parametrize("forward", [reads_device, out_of_memory, writes])
 def test_what_cannot_be_run_so_gets_its_weights_back(
     card: Card, monkeypatch: pytest.MonkeyPatch, forward: Callable[..., Any], compared: list[Any]  # noqa: F811

@@ -76,6 +76,7 @@ def test_lossy_ways_are_compared_in_the_same_sheet(tmp_path, monkeypatch, capsys
     assert "not compared" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_lossy_way_that_fails_is_a_fault(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(quality, "lossy_here", lambda: (["eight_bits"], []))
     own = Series.accelerated

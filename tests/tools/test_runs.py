@@ -51,6 +51,7 @@ def test_demo(tmp_path, capsys):
     assert not any(word in " ".join(told) for word in ("packed_linear", "captures", "first call"))
 
 
+@pytest.mark.long
 def test_demo_with_a_folder_of_diffusers(tmp_path, monkeypatch, capsys, two_levels):
     pipe = pipelines.random_pipeline(dtype=torch.float32, device=torch.device("cpu"))
     pipe.save_pretrained(tmp_path / "model")
@@ -160,6 +161,7 @@ def test_bench(tmp_path, monkeypatch, capsys, two_levels):
     assert "tiny-sdxl 72×64" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_bench_in_full(tmp_path, monkeypatch, capsys, two_levels):
     monkeypatch.setattr(bench, "time", Seconds())
     file = tmp_path / "full.json"

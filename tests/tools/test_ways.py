@@ -118,6 +118,7 @@ def test_ours_without_triton_is_configured_so(tiny_unet, triton):
     engine.stop()
 
 
+@pytest.mark.long
 def test_bench_gives_all_engines_the_attention_and_writes_what_was_asked_for(tmp_path, capsys):
     file = tmp_path / "bench.json"
     arguments = ["bench", "--model", "tiny-sd15", "--size", "64x64", "--against", "eager,eager-channels-last"]

@@ -77,6 +77,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
         assert host.errors == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on", [2.6], indirect=True)
 def test_where_memory_is_short_a_checkpoint_takes_no_more_than_without_us(on, monkeypatch):
     expected = of(2)
@@ -326,6 +327,7 @@ def test_with_medvram_what_did_not_change_is_not_copied_back(medvram, monkeypatc
     assert medvram.counted("captures", "errors") == [1, 0]
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("medvram", [4], indirect=True)
 @pytest.mark.parametrize("way", ["off", "thrown away", "stopped"])
 def test_with_medvram_no_copy_outlives_its_model(medvram, way):

@@ -104,6 +104,7 @@ def warm(on: Running, **more: Any) -> None:
     assert [on.image(**more) for _ in range(3)] == [{"original"}, {"prepared"}, {"plan"}]
 
 
+@pytest.mark.long(but=[0, 2])
 def test_the_second_image_prepares_and_the_prompt_of_the_third_is_read_by_a_plan(on):
     warm(on)
     found = [each for each in on.session.status()["accelerators"] if each["name"] == "text encoder"]
@@ -119,6 +120,7 @@ def test_what_is_said_of_the_steps_does_not_count_them(on):
     assert status["badge"]["state"] == "on" and status["counters"]["captures"] == 1
 
 
+@pytest.mark.long(but=[0, 3])
 @pytest.mark.parametrize(
     ("on", "loras"),
     [("SD 1", {"a": 1.0}), ("SD 2", {"a": 0.5, "b": -1.0}), ("SDXL", {"a": -0.3}), ("SDXL", {"b": 2.0})],
@@ -146,6 +148,7 @@ def test_a_lora_that_is_there_before_the_first_plan(on):
     assert on.image() == {"plan"}
 
 
+@pytest.mark.long(but=[1])
 def test_a_bias_that_a_lora_brings_means_another_plan(on):
     if on.kind != "SD 1":
         pytest.skip("the same for all")

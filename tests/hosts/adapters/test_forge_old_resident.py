@@ -19,14 +19,17 @@ from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.forge import adapter as forge
 from sfast_ext.runtime.verify import relative_error
 
-# in make test of Forge and of reForge one, in turns; all of what Forge Neo has
+# what Forge Neo's have in make test as well
 pytestmark = [
     pytest.mark.usefixtures("proportions"),
     pytest.mark.long("test_random_scenes", but=[1]),
     pytest.mark.long(
         "test_on_a_large_card_nothing_leaves",
+        "test_off_and_on_by_the_settings",
+        "test_other_models_find_room_next_to_it_or_in_its_place",
         "test_a_lora_in_the_layers_is_forges",
         "test_at_the_end_of_a_session_after_the_patcher_of_an_image_is_gone",
+        "test_a_call_without_a_plan_that_lacks_room_for_all_weights_is_forges",
         "test_another_checkpoint_has_the_plans",
         "test_memory_that_another_program_takes_while_an_image_is_made",
         "test_an_exception_in_the_middle_of_an_image",

@@ -305,6 +305,7 @@ def test_a_compiled_unet_is_left_to_torch_compile(on):
     on.accelerated(reference(on.name))
 
 
+@pytest.mark.long(but=[0, 2])
 @pytest.mark.usefixtures("proportions")
 @both
 @pytest.mark.parametrize(("room", "kept"), [(1.6, False), (4, True)])

@@ -20,7 +20,7 @@ from sfast_ext.plans.plan import Plan
 from sfast_ext.weights.banks import Bank
 from sfast_ext.weights.weight import Weight
 
-pytestmark = pytest.mark.usefixtures("proportions")
+pytestmark = [pytest.mark.usefixtures("proportions"), pytest.mark.long("test_after_it_was_turned_off", but=[0])]
 OURS = (Accelerator, Bank, Plan, Weight, fx.Graph)
 KINDS = frozenset({torch.bfloat16, torch.int8})
 """Those of the UNet and of its weights in 8 bits. What the tests themselves keep is in float32."""
@@ -103,7 +103,6 @@ SETTINGS = "sfast_eight_bits", "sfast_enabled"
 TURNED_OFF = [case for i, size in enumerate((1.6, 1.25)) for case in one_of(i, *((size, name) for name in SETTINGS))]
 
 
-@pytest.mark.long(but=[0])
 @pytest.mark.parametrize(("on", "name"), TURNED_OFF, indirect=["on"])
 def test_after_it_was_turned_off(on: Running, name: str) -> None:  # noqa: F811
     options = on.host.opts.data

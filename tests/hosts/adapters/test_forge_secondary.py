@@ -76,6 +76,7 @@ NOTED = {
 }
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("on", ["Forge Neo", "reForge"], indirect=True)
 def test_what_a_patcher_notes_on_a_network_that_it_loads_costs_no_plan(on):
     (unit,) = units(1.0)
@@ -109,6 +110,7 @@ def test_a_network_that_runs_once_for_an_image_is_left_alone(on):
     assert accelerators(on, "controlnet") == [] and accelerator_of(network) is None
 
 
+@pytest.mark.long(but=[1])
 @one_of_a_kind
 def test_networks_that_the_webui_has_dropped_are_not_held(on):
     on.host.opts.data["control_net_model_cache_size"] = 2
@@ -193,6 +195,7 @@ class Careful(torch.nn.Conv2d):
             return super().forward(x)
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("on", ["Forge Neo", "Forge"], indirect=True)
 def test_what_forge_notes_of_the_allocator_delays_no_plan_of_the_vae_and_another_global_does(on):
     memory = on.host.memory

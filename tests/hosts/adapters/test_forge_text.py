@@ -140,6 +140,7 @@ def test_weights_in_eight_bits_are_bypassed(on, form):
     assert any((form or "float8_e4m3fn") in str(e["message"]) for e in on.session.running.report.as_dict()["events"])
 
 
+@pytest.mark.long(but=[1, 2])
 @each
 def test_without_the_setting_they_are_the_webui_s_own(on):
     prompts = Prompts(on)
@@ -151,6 +152,7 @@ def test_without_the_setting_they_are_the_webui_s_own(on):
     prompts.warm()
 
 
+@pytest.mark.long(but=[0, 3])
 @each
 def test_another_checkpoint_brings_others(on):
     prompts = Prompts(on)

@@ -121,6 +121,7 @@ def test_both_images_are_those_of_the_last_request_and_nothing_is_saved(world):
     assert status()["enabled"] and status()["last_error"] is None
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.thinned("sizes", "enabled")
 @pytest.mark.parametrize("sizes", [(8,), (8, 8), (8, 8, 16), (16, 8)])
 @pytest.mark.parametrize("enabled", [True, False])
@@ -251,6 +252,7 @@ def test_a_request_within_another_is_a_part_of_it(world):
     assert last._request is before
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("result", [None, SimpleNamespace(images=[]), SimpleNamespace()])
 def test_a_request_without_an_image_keeps_the_one_before(world, result):
     world.image()
