@@ -42,8 +42,8 @@ WEBUIS = (
 _BEGAN = pytest.StashKey[float]()
 _LEFT = pytest.StashKey[dict[str, int]]()
 _NUMBER = pytest.StashKey[int]()
-LONG = pytest.StashKey[list[str]]()
-"""The ids of the cases that are `long`."""
+LONG = pytest.StashKey[dict[str, bool]]()
+"""Whether a case is `long`, by its id."""
 
 _KEPT = 2 << 30
 """Bytes that a worker may keep on the GPU after a test: the others need the rest."""
@@ -120,7 +120,7 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what runs elsewhere, and counts it for the summary."""
-    config.stash[LONG] = [item.nodeid for item in items if is_long(item)]
+    config.stash[LONG] = {item.nodeid: is_long(item) for item in items}
     here, elsewhere, left = [], [], Counter[str]()
     for item in items:
         reason = left_out(item)
