@@ -179,7 +179,7 @@ def test_what_is_missing_ends_the_command_with_a_sentence(monkeypatch, capsys):
     assert "no NVIDIA GPU that could pass for sm_89" in capsys.readouterr().err
 
 
-@pytest.mark.long(but=[1])
+@pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < "2.3", reason="that torch.compile breaks the graph where memory is asked for")
 @pytest.mark.parametrize("name", ["doggettx", "subquad"])
 def test_torch_compile_takes_the_free_memory_for_a_constant(name, monkeypatch, two_levels, unet_inputs):

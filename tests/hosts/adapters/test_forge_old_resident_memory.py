@@ -12,7 +12,7 @@ from hosts.adapters.test_forge_resident_memory import others  # noqa: F401
 pytestmark = [
     pytest.mark.usefixtures("proportions"),
     pytest.mark.long("test_while_it_is_on"),
-    pytest.mark.long("test_after_it_was_turned_off", but=[1]),
+    pytest.mark.long("test_after_it_was_turned_off", but=[0]),
 ]
 test_while_it_is_on = test_forge_resident_memory.test_while_it_is_on
 test_after_it_was_turned_off = test_forge_resident_memory.test_after_it_was_turned_off

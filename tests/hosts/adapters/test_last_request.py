@@ -121,7 +121,6 @@ def test_both_images_are_those_of_the_last_request_and_nothing_is_saved(world):
     assert status()["enabled"] and status()["last_error"] is None
 
 
-@pytest.mark.long(but=[0])
 @pytest.mark.thinned("sizes", "enabled")
 @pytest.mark.parametrize("sizes", [(8,), (8, 8), (8, 8, 16), (16, 8)])
 @pytest.mark.parametrize("enabled", [True, False])

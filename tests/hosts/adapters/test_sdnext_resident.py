@@ -212,6 +212,7 @@ def _transformer() -> Any:
 TRANSFORMER_SIZE = sum(p.nbytes for p in _transformer().parameters()) if transformers.available("z-image") else 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not TRANSFORMER_SIZE, reason="diffusers without Z-Image")
 @pytest.mark.parametrize("on", [(1.9 * TRANSFORMER_SIZE / SIZE, "july")], indirect=True)
 def test_a_transformer(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:

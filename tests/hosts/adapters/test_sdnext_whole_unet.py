@@ -291,6 +291,7 @@ def test_loras(card: Running, multipliers: tuple[float, ...]) -> None:
         whole(card, multiplier=0.5)
 
 
+@pytest.mark.long
 @cards(1)
 def test_another_checkpoint(card: Running) -> None:
     whole(card)
