@@ -3,6 +3,7 @@
 # make test         ruff, mypy, the whole CPU suite with the steps of a user on small pages of the WebUIs' two Gradios, and
 #                   the kernels in Triton's interpreter; the last line has the total
 # make test-pages   the same steps in a real browser, and by keyboard alone; CHROMIUM=/usr/bin/chromium, AXE=axe.min.js
+# make test-long    make test with all cases: also those marked long, whole products of parameters, and longer random runs
 # make test-coarse-clock  the CPU suite on clocks that move in steps of STEP=0.004 seconds, as some virtual machines' do
 # make test-stack   the CPU suite on another torch: TORCH=2.5.1, one of those in requirements-stack
 # make test-floor   the CPU suite on the oldest torch served, 2.1.2
@@ -77,7 +78,7 @@ TOTALS = .venv/bin/python tests/totals.py $(RESULTS)/suite.xml $(RESULTS)/interp
 GRADIOS := 3.41.2 3.43.2
 WITH_PAGES = SFAST_GRADIO_PYTHON=$(subst $() ,:,$(foreach each,$(GRADIOS),$(abspath $(PAGES))/$(each)/bin/python))
 
-.PHONY: demo quick test test-pages test-coarse-clock test-stack test-floor test-diffusers soak sanitizer mutations compile-table cuda-table lint bench doctor clean
+.PHONY: demo quick test test-long test-pages test-coarse-clock test-stack test-floor test-diffusers soak sanitizer mutations compile-table cuda-table lint bench doctor clean
 
 # by make --jobs=2 demo test, they run at the same time: nothing is installed into .venv meanwhile
 demo: .venv/.demo $(if $(filter test,$(MAKECMDGOALS)),.venv/.dev)
@@ -90,6 +91,9 @@ test: lint $(GRADIOS:%=$(PAGES)/%/.installed)
 	$(WITH_PAGES) $(SUITE)
 	$(INTERPRETER)
 	@$(TOTALS)
+
+test-long: export SFAST_ALL_CASES := 1
+test-long: test
 
 test-pages: $(GRADIOS:%=$(PAGES)/%/.installed) $(PAGES)/browser/.installed
 	$(if $(CHROMIUM),,$(error There is no Chromium in /usr/bin: name one, CHROMIUM=path))

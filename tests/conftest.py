@@ -17,7 +17,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,10 @@ WEBUIS = (
 )
 _BEGAN = pytest.StashKey[float]()
 _LEFT = pytest.StashKey[dict[str, int]]()
+_NUMBER = pytest.StashKey[int]()
+LONG = pytest.StashKey[dict[str, bool]]()
+"""Whether a case is `long`, by its id."""
+
 _KEPT = 2 << 30
 """Bytes that a worker may keep on the GPU after a test: the others need the rest."""
 
@@ -105,11 +109,21 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if test and not any(map(os.environ.get, needs or ())) else None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Each case of a test has its number."""
+    found = yield
+    for number, item in enumerate(found if isinstance(found, list) else ()):
+        item.stash[_NUMBER] = number
+    return found
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what runs elsewhere, and counts it for the summary."""
+    config.stash[LONG] = {item.nodeid: is_long(item) for item in items}
     here, elsewhere, left = [], [], Counter[str]()
     for item in items:
-        reason = _elsewhere(item)
+        reason = left_out(item)
         if reason is None:
             here.append(item)
         else:
@@ -123,7 +137,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.workeroutput["elsewhere"] = dict(left)
 
 
-def _elsewhere(item: pytest.Item) -> str | None:
+def left_out(item: pytest.Item) -> str | None:
     """Where a test runs that cannot run here, or None."""
     import torch
 
@@ -135,13 +149,25 @@ def _elsewhere(item: pytest.Item) -> str | None:
         return "need an NVIDIA GPU and TRITON_INTERPRET unset: pytest -m gpu"
     if item.get_closest_marker("interpreter") is not None and not kernels.interpreted():
         return "run in Triton's interpreter: TRITON_INTERPRET=1 pytest -m interpreter tests/kernels"
-    thinned = item.get_closest_marker("thinned")
-    if thinned is None or os.environ.get("SFAST_ALL_CASES"):
+    if item.get_closest_marker("gpu") is not None or os.environ.get("SFAST_ALL_CASES"):
         return None
-    case, counts = place_of(item)
-    if item.get_closest_marker("gpu") is None and case not in pairs.places(counts, **together(thinned, item)):
-        return "have parameters whose values, or pairs of them, run in other cases: SFAST_ALL_CASES=1"
+    if is_long(item):
+        return "are long: make test-long, or SFAST_ALL_CASES=1"
+    thinned = item.get_closest_marker("thinned")
+    if thinned is not None:
+        case, counts = place_of(item)
+        if case not in pairs.places(counts, **together(thinned, item)):
+            return "have parameters whose values, or pairs of them, run in other cases: SFAST_ALL_CASES=1"
     return None
+
+
+def is_long(item: pytest.Item) -> bool:
+    """Whether a mark `long` is of this test, and not `but` of this case."""
+    name = item.name.partition("[")[0]
+    return any(
+        (not mark.args or name in mark.args) and item.stash.get(_NUMBER, 0) not in mark.kwargs.get("but", ())
+        for mark in item.iter_markers("long")
+    )
 
 
 def together(thinned: pytest.Mark, test: Any) -> dict[str, Any]:

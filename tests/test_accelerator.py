@@ -29,6 +29,7 @@ from sfast_ext.kernels.backend import precompile
 from sfast_ext.weights.arena import WeightArena
 
 
+@pytest.mark.long(but=[0, 2])
 @pytest.mark.parametrize("name", ["sd21", "sdxl", "sdxl-refiner"])
 def test_a_real_unet_is_captured_and_its_plan_gives_the_same(name, tiny_unet, unet_inputs):
     unet = tiny_unet(name)

@@ -107,6 +107,8 @@ def broken(pair: Pair, phase: str, stage: Stage, patch: pytest.MonkeyPatch) -> F
     return stage.fail(pair, patch)
 
 
+# of the passes each fourth
+@pytest.mark.long(but=[*range(13), *range(13, 61, 4), *range(61, 99)])
 @pytest.mark.parametrize(("phase", "stage"), ALL)
 def test_whatever_fails_is_named_the_original_goes_on_and_plans_come_back(phase, stage, monkeypatch):
     pair = Pair()
@@ -158,6 +160,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.usefixtures("two_levels")
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_that_fails_costs_that_kernel(name, monkeypatch, kernels_on_the_cpu):
@@ -224,6 +227,7 @@ def test_a_kernel_that_fails_in_a_later_run_costs_that_kernel_too(monkeypatch, k
     pair.release()
 
 
+@pytest.mark.long
 def test_a_real_unet_goes_on_too(monkeypatch):
     pair = Pair("unet")
     with monkeypatch.context() as patch:
@@ -452,6 +456,7 @@ def test_a_plan_that_gives_nan_if_the_model_does_not_is_given_up(monkeypatch):
     pair.release()
 
 
+@pytest.mark.long
 def test_without_triton_plans_run_and_the_doctor_says_why():
     found = python(WITHOUT_TRITON)
     assert found["triton_error"].startswith("ModuleNotFoundError") and "triton" in found["triton_error"]

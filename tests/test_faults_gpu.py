@@ -160,6 +160,7 @@ EVICTIONS = [
 ]
 
 
+@pytest.mark.long(but=[0, 2, 4])
 @pytest.mark.parametrize(("home", "name"), EVICTIONS)
 @pytest.mark.parametrize("kind", [Injected, OOM])
 def test_an_eviction_that_raises_ends_no_generation(home, name, kind, pool, monkeypatch):

@@ -30,6 +30,7 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_random_events_next_to_an_installed_library(installed):
     path = os.pathsep.join([str(installed), *(p for p in sys.path if p)])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}

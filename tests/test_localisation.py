@@ -78,6 +78,7 @@ PAGES = {
 }
 
 
+@pytest.mark.long(but=[0, 4, 7])
 @pytest.mark.parametrize("page", PAGES)
 def test_what_the_page_adds_to_data_is_the_same_whatever_the_data(page):
     status = PAGES[page]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from mutations import Mutation
+from conftest import LONG
+from mutations import Mutation, every
 from mutations import __main__ as runner
 from mutations.__main__ import BROKEN, NOTICED, SURVIVED
 
@@ -43,6 +44,17 @@ def test_a_part_of_a_word_is_not_found(tmp_path) -> None:
     package(tmp_path, "ready_too = already = 1\n")
     with pytest.raises(ValueError, match="0 times"):
         Mutation("one", "a.py", "ready", "x", ()).mutated(tmp_path)
+
+
+def test_each_has_a_test_that_is_not_long(pytestconfig) -> None:
+    """Among those that are collected with this one: in `make test` all."""
+    cases: dict[str, list[bool]] = {}
+    for id, long in pytestconfig.stash[LONG].items():
+        for test in {id, id.partition("[")[0]}:
+            cases.setdefault(test.removeprefix("tests/"), []).append(long)
+    for mutation in every():
+        collected = [long for test in mutation.tests for long in cases.get(test, [])]
+        assert not collected or not all(collected), f"{mutation.file}: {mutation.what}"
 
 
 WRONG = [

@@ -98,6 +98,7 @@ def unet(name: str) -> torch.nn.Module:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}x{case[2]}x{case[3]}")
 def test_no_operation_more_than_the_original_and_nothing_on_the_cpu(case) -> None:
     module = unet(case[0])

@@ -94,6 +94,7 @@ def records(modules: set[Any]) -> set[Any]:
     return {module.launch for module in modules}
 
 
+@pytest.mark.long(but=[2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}x{case[2]}")
 def test_the_nodes_are_those_with_triton(case: tuple[str, int, int, set[Any], bool]) -> None:
     *size, wanted, boxes_differ = case
@@ -107,6 +108,7 @@ def test_the_nodes_are_those_with_triton(case: tuple[str, int, int, set[Any], bo
     assert {name for name, _ in ours.launched} == {name for name, _ in theirs.launched}
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("capability", [80, 89, 100])
 def test_another_card_has_none_of_them(capability: int) -> None:
     """On A100 and GeForce the product with GEGLU has another kernel."""

@@ -231,6 +231,7 @@ def exchanged(*nets, by: str, where: slice = slice(None)) -> None:
                 net.get_submodule(owner)._parameters[last] = nn.Parameter(value.clone(), requires_grad=False)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("where", [slice(None), slice(2, None), slice(0, -2), slice(4, 8)], ids=str)
 @pytest.mark.parametrize("by", ["data", "parameters"])
 @pytest.mark.parametrize("whole", [False, True])

@@ -28,6 +28,7 @@ def error(ours: Any, theirs: Any) -> float:
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
 
+@pytest.mark.long(but=[1, 2, 3, 5])
 @pytest.mark.parametrize(
     ("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), (KINDS[0], torch.bfloat16)], ids=str
 )
@@ -45,6 +46,7 @@ def test_it_runs_on_plans_and_gives_the_same(kind: str, dtype: torch.dtype) -> N
     accelerator.release()
 
 
+@pytest.mark.long(but=[2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_caller_gets_the_class_that_it_asks_for(kind: str) -> None:
     model, twin = transformer(kind), transformer(kind)
@@ -59,6 +61,7 @@ def test_the_caller_gets_the_class_that_it_asks_for(kind: str) -> None:
     accelerator.release()
 
 
+@pytest.mark.long(but=[1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_plan_outlives_the_weights(kind: str) -> None:
     model, twin = transformer(kind), transformer(kind)

@@ -51,6 +51,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long(but=[1, 3])
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "device", "sizes"), CASES)
 def test_every_plan_is_as_near_to_fp32_as_the_original(name, device, sizes):

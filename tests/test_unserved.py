@@ -30,6 +30,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: s
         yield card
 
 
+@pytest.mark.long(but=[0, 1, 2, 4])
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("capability", "hip", "why"),

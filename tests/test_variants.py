@@ -35,6 +35,7 @@ def no_gradients():
         yield
 
 
+@pytest.mark.long(but=[1, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_runs_on_plans_and_gives_the_same(variant):
     unet = models.randomise(UNet2DConditionModel(**VARIANTS[variant]), 0).eval().requires_grad_(False)

@@ -87,6 +87,7 @@ def test_a_normed_product_has_records_of_its_own_once(monkeypatch):
     assert records.dtype == torch.int64 and not records.any()
 
 
+@pytest.mark.long
 def test_torch_compile_is_a_third_column(monkeypatch, tmp_path, capsys):
     asked = []
 

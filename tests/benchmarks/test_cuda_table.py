@@ -56,6 +56,7 @@ def test_what_needs_a_later_card_is_compiled_for_those(logs):
     assert cuda.render({"12.1.105": found}).count("| – |") == 1
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize(("dtype", "least"), [("float16", 75), ("bfloat16", 80)])
 def test_attention_on_tensor_cores_is_for_later_cards(dtype, least):
     launches = cuda.collect(["tiny-sd15:64x64"], [dtype])

@@ -84,6 +84,7 @@ def test_training_leaves_the_average_of_what_fits():
     assert (module.weight[0] - goal).abs().max() < 0.02
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("name", ["tiny-sd15", "tiny-sdxl"])
 def test_a_folder_with_prompts(name, strokes, monkeypatch, tmp_path, two_levels):
     monkeypatch.setattr(digits.machine, "device", lambda: CPU)

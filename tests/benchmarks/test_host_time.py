@@ -11,6 +11,7 @@ from benchmarks import host
 from sfast_ext.tools.lib import models
 
 
+@pytest.mark.long
 def test_the_stages_of_a_call_are_measured(monkeypatch, tmp_path, capsys):
     out = tmp_path / "host.json"
     arguments = ["host", "--models", "sd15", "--calls", "3", "--device", "cpu", "--json", str(out)]

@@ -69,6 +69,7 @@ def few_times(monkeypatch):
     monkeypatch.setattr(profile, "ROUNDS", 1)
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("model", ["tiny-sd15", "tiny-sdxl"])
 def test_a_tiny_unet_by_kinds(model, monkeypatch, kernels_on_the_cpu):
     monkeypatch.setattr(profile.trace, "record", StandIn())
@@ -227,6 +228,7 @@ def test_the_page_keeps_the_words_around_its_tables(tmp_path, monkeypatch, two_l
     assert text.count("## ") == 2 and text.index("64×64, 4 pictures") > text.index("Words")
 
 
+@pytest.mark.long
 def test_the_plan_of_a_card_without_triton(monkeypatch, tmp_path):
     monkeypatch.setattr(profile.trace, "record", StandIn())
     seen = []

@@ -58,6 +58,7 @@ def apart(monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("mode", ["medvram-sdxl", "balanced"])
 def test_the_life_of_a_case(mode, apart, tmp_path, monkeypatch):
     if mode == "balanced":

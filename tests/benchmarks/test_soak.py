@@ -20,6 +20,7 @@ def brief(monkeypatch):
     monkeypatch.setattr(soak, "STEPS", (2, 4))
 
 
+@pytest.mark.long
 def test_a_run_of_which_nothing_is_wrong(tmp_path, capsys):
     file = tmp_path / "soak.json"
     assert soak.main([*BRIEF, "--json", str(file)]) == 0, capsys.readouterr().out

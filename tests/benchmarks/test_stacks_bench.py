@@ -17,6 +17,7 @@ def row(way, ms, memory=100.0, digest="a", remark=None):
     return {**way.fields(), "ms_p50": ms, "memory_mb": memory, "digest": digest, "remark": remark}
 
 
+@pytest.mark.long
 def test_a_tiny_model(tmp_path, capsys, monkeypatch, two_levels):
     # the same on every machine
     monkeypatch.setattr(stacks.machine, "device", lambda: torch.device("cpu"))

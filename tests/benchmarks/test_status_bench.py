@@ -49,6 +49,7 @@ def test_the_steps_of_an_image_are_timed_without_what_comes_before_and_after():
     assert 0 <= status.steps_s(Host(), 64, 3) < 1
 
 
+@pytest.mark.long
 def test_a_row_is_measured_in_a_webui():
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")

@@ -177,6 +177,7 @@ def test_each_width_and_each_setting_is_recorded(monkeypatch):
     check(Widths(), monkeypatch, 2)
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("name", ["tiny-sd15", "tiny-sdxl"])
 def test_a_unet_is_recorded_alike(name, monkeypatch):
     models = pytest.importorskip("sfast_ext.tools.lib.models")

@@ -79,12 +79,14 @@ def test_this_torch_remembers_metadata():
     assert mode is not None and mode.known is not None
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("kind", ["sdxl", "ldm"])
 def test_the_graph_is_that_of_make_fx_node_for_node(kind):
     forward, inputs = flattened(kind)
     same(forward, *inputs)
 
 
+@pytest.mark.long
 def test_the_graph_is_the_same_under_autocast():
     forward, inputs = flattened("sd15")
     with torch.autocast("cpu", torch.bfloat16):

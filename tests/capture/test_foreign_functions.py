@@ -163,6 +163,7 @@ def replaced_by_sage(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sc
 
 
 # steps of a hundredth make more of the last bit of a query
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("replacement, error", [(replaced_by_flash, 1e-5), (replaced_by_sage, 5e-3)])
 def test_a_whole_unet_over_a_replaced_attention(flash, sage, monkeypatch, replacement, error):
     from diffusers.models.attention_processor import AttnProcessor2_0

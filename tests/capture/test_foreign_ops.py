@@ -347,6 +347,7 @@ def test_automatic1111s_xformers_ends_in_the_plan_of_its_sdp(xformers, monkeypat
     assert plans[0] == plans[1]
 
 
+@pytest.mark.long
 def test_diffusers_xformers_ends_in_the_plan_of_its_sdpa(xformers, monkeypatch):
     from diffusers.models import attention_processor
 

@@ -91,6 +91,7 @@ def made(read, kind=Net):
     return net, net.forward, accelerate(net, CPU)
 
 
+@pytest.mark.thinned("read", "dtype")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.uint8])
 @pytest.mark.parametrize("read", READS)
 def test_each_content_has_a_plan(read, dtype):

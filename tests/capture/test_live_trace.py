@@ -54,6 +54,7 @@ def same(module, *args, device=CPU, **kwargs):
     return graph_module
 
 
+@pytest.mark.long(but=[1, 4])
 @pytest.mark.parametrize("kind", [kind for kind in NETWORKS if kind != "ldm"])
 def test_a_unet_is_recorded_as_on_fake_tensors(kind):
     unet, args, kwargs = network(kind)

@@ -96,6 +96,7 @@ def reasons(net, x=None):
     return list(accelerator.report.as_dict()["reasons"]), accelerator.report.counter("captures")
 
 
+@pytest.mark.long(but=[0, 1, 2, 3, 4, 6, 7])
 @pytest.mark.parametrize(
     ("name", "layer"), list(zip(NAMES, itertools.cycle(["Data", "AsTensor", "Raises"])))
 )

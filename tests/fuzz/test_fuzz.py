@@ -59,6 +59,7 @@ def state_machine(first: int, played: list[str]) -> type[RuleBasedStateMachine]:
 
 
 # two of them: as many as there are workers
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("seed", range(2))
 def test_after_each_event_the_model_computes_what_its_twin_does(seed):
     played: list[str] = []
@@ -88,6 +89,7 @@ def test_events_on_a_transformer():
     assert w.plan_runs > 10
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("part", range(2))
 def test_a_release_after_each_kind_of_event_leaves_an_untouched_model(part):
     w = World("small", 100 + part)

@@ -125,6 +125,7 @@ def follow(value: Value, place: str = "an attribute", home: str = HOMES[0]) -> P
     return pair
 
 
+@pytest.mark.long(but=range(0, 99, 2))
 @pytest.mark.parametrize("around", CONTAINERS)
 def test_each_container(around):
     follow(value_of("array of NumPy", "dict", around))
@@ -138,6 +139,7 @@ def in_turn(values, places):
 LOOKED_UP = ("an attribute of another module", "an attribute of the metaclass", "a global")
 
 
+@pytest.mark.long(but=range(1, 99, 2))
 @pytest.mark.parametrize(("around", "place"), in_turn(CONTAINERS, LOOKED_UP))
 def test_each_container_in_an_installed_package(around, place):
     follow(value_of("float", "frozen dataclass", around), place, HOMES[-1])
@@ -179,6 +181,7 @@ def test_each_state_of_torch(name):
         assert pair.served
 
 
+@pytest.mark.long(but=[0, 1, 2, 3, 4, 5, 6, 9])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_each_transform_of_a_call(name):
     w = World("small", 1)
@@ -230,6 +233,7 @@ def test_products_are_not_changed_by_their_operators_if_the_layout_is_not_known(
         machine.finish(w)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("by_argument", [False, True])
 @pytest.mark.parametrize("around", ["list", "dataclass with slots"])
 @pytest.mark.parametrize("kind", ["float", "np.int64", "array of NumPy", "Decimal", "set"])

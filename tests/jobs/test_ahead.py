@@ -144,6 +144,7 @@ def routes(monkeypatch):
     monkeypatch.setattr(session.api, "register", lambda app, source: None)
 
 
+@pytest.mark.long(but=[0, 3])
 @pytest.mark.parametrize("options", [{}, {"size": 16}, {"tokens": 14}, {"size": 24, "tokens": 21}])
 def test_the_first_image_finds_its_plan_and_is_the_same(options):
     keep(**options)

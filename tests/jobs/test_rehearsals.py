@@ -91,6 +91,7 @@ def test_prepared_sizes_need_no_preparation_and_nothing_else_is_changed(host):  
     assert count("captures") == captures and status()["last_pass"]["prepared"] == 0
 
 
+@pytest.mark.long(but=[0, 3])
 @pytest.mark.parametrize("size", [8, 16])
 @pytest.mark.parametrize("job", ["prepare", "measure"])
 def test_one_image_is_enough_though_its_plan_was_not_earned(host, monkeypatch, size, job):  # noqa: F811
@@ -111,6 +112,7 @@ def test_one_image_is_enough_though_its_plan_was_not_earned(host, monkeypatch, s
         a1111().rehearsals.prepare(from_text("64x64", "1"))
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("padded", [False, True])
 def test_lengths_of_the_prompt_are_prepared_for_each_call_of_an_image(host, padded):  # noqa: F811
     started(host)

@@ -333,6 +333,7 @@ def test_what_would_not_pay_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count == 0 and traced.ops()["zeros"] == 0
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("model", ["tiny-sd15", "tiny-sdxl"])
 def test_all_norms_of_a_unet(model: str) -> None:
     whole = Whole(model, HALF)

@@ -132,6 +132,7 @@ def of_real_width(most: int | None = None) -> Rewritten:
     return Rewritten(decoder, vaes.part_input("decoder", 64, 64, dtype=torch.bfloat16), most)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(DIFFUSERS < (0, 32), reason="older diffusers upsample bfloat16 in float32")
 def test_no_upsampling_needs_more_memory_than_the_original_does_at_its_peak() -> None:
     ours, without_limit = of_real_width(), of_real_width(most=2**62)
@@ -142,6 +143,7 @@ def test_no_upsampling_needs_more_memory_than_the_original_does_at_its_peak() ->
     assert ours.error < 0.05 and without_limit.error < 0.05
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.skipif(DIFFUSERS < (0, 32), reason="older diffusers upsample bfloat16 in float32")
 @pytest.mark.parametrize("program", ["diffusers", "ldm"])
 def test_no_more_is_needed_than_by_the_largest_convolution(program: str, monkeypatch: pytest.MonkeyPatch) -> None:

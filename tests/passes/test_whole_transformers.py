@@ -47,6 +47,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     return found
 
 
+@pytest.mark.long(but=[2, 3, 4, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_rewritten_as_a_whole(kind: str, counts: list[dict[str, int]]) -> None:
     model, twin = transformer(kind, dtype=torch.bfloat16), transformer(kind, dtype=torch.bfloat16)

@@ -66,6 +66,7 @@ def modules(module: nn.Module, *kinds: str) -> list[nn.Module]:
     return [m for m in module.modules() if any(isinstance(m, names[kind]) for kind in kinds if kind in names)]
 
 
+@pytest.mark.long(but=[0, 2, 3, 5])
 def test_same_output(rewritten: Rewritten) -> None:
     assert relative(rewritten.run(), rewritten.expected) < 1e-5
 
@@ -143,6 +144,7 @@ def test_weights_are_read_live(rewritten: Rewritten) -> None:
     rewritten.module.load_state_dict(before)
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("kind", ["sd15", "ldm"])
 def test_autocast(kind: str) -> None:
     """The casts that autocast puts around norms go into the kernels; the error stays that of bfloat16."""

@@ -358,6 +358,7 @@ def original_runs_elsewhere(module: Any) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.long(but=[0, 3])
 @pytest.mark.parametrize("times", [1, 2, 3, 9])
 def test_a_plan_that_another_thread_s_run_delays_is_made_once_it_has_ended(times):
     ours = Counted()

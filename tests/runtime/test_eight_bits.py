@@ -85,6 +85,7 @@ def test_plans_that_nobody_asks_for_any_more_are_dropped_with_their_memory() -> 
     assert len(on.acc.plans) == 1
 
 
+@pytest.mark.long(but=[0, 3, 4, 7])
 @pytest.mark.parametrize("generations", [True, False])
 @pytest.mark.parametrize("how", ["in place", "data", "rows", "replaced"])
 def test_a_lora_whose_weight_changes_each_step(how: str, generations: bool) -> None:

@@ -112,6 +112,7 @@ def changed(how: str, factor: float) -> Callable[[Net], None]:
     return change
 
 
+@pytest.mark.long(but=[0, 3, 4, 7, 8])
 @pytest.mark.parametrize("generations", [True, False])
 @pytest.mark.parametrize("how", ["in place", "data", "a channel", "a tap", "replaced"])
 def test_a_lora_whose_weight_changes_each_step(how: str, generations: bool) -> None:

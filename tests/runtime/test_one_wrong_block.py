@@ -151,6 +151,7 @@ def test_in_float32_every_wrong_block_is_noticed(fault):
     assert "the accelerated step differs from the original" in reason
 
 
+@pytest.mark.long(but=range(0, 99, 3))
 @pytest.mark.parametrize(
     ("fault", "dtype"), list(zip({**SMALL, **LARGE}, itertools.cycle([torch.float16, torch.bfloat16]))), ids=str
 )

@@ -62,6 +62,7 @@ def test_the_second_look_moves_no_weights(
     quiet(on, card)
 
 
+@pytest.mark.long(but=[1, 3])
 @pytest.mark.parametrize("how", ["in place", "data", "rows", "object"])
 def test_other_weights_are_compared_once_and_stay_away(card: Card, compared: list[Any], how: str) -> None:  # noqa: F811
     on = started(calls=SECOND_LOOK + 4)
@@ -97,6 +98,7 @@ def writes(self: Any, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, self.weight, self.bias)
 
 
+@pytest.mark.long(but=[0, 2])
 @pytest.mark.parametrize("forward", [reads_device, out_of_memory, writes])
 def test_what_cannot_be_run_so_gets_its_weights_back(
     card: Card, monkeypatch: pytest.MonkeyPatch, forward: Callable[..., Any], compared: list[Any]  # noqa: F811

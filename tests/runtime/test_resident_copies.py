@@ -56,6 +56,7 @@ def test_values_come_back_as_they_were(card: Card) -> None:  # noqa: F811
     assert on.count("captures") == 1 and away(on) == len(halves(on.ours)) and on.count("errors") == 0, on.words()
 
 
+@pytest.mark.long(but=range(0, 99, 3))
 @pytest.mark.parametrize("how", CHANGES)
 def test_changes_are_followed_by_values_that_gave_way(card: Card, how: str) -> None:  # noqa: F811
     on = started(calls=11)
@@ -226,6 +227,7 @@ def test_no_more_gives_way_than_is_needed_and_the_largest_first(card: Card) -> N
     assert on.count("errors") == 0, on.words()
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("what", ["room", "an error"])
 def test_without_system_memory_they_are_quantised_again(
     card: Card, monkeypatch: pytest.MonkeyPatch, what: str  # noqa: F811
@@ -258,6 +260,7 @@ def test_without_gpu_memory_they_stay_where_they_are(card: Card) -> None:  # noq
     assert on.error() < 0.05 and away(on) == len(halves(on.ours)) and on.count("errors") == 0, on.words()
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("how", ["off", "released"])
 def test_no_copy_is_left(card: Card, how: str) -> None:  # noqa: F811
     on = started(calls=11)

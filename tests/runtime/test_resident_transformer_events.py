@@ -100,6 +100,7 @@ Life.events = {
 }
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
 def test_random_events(card: Card, seed: int) -> None:  # noqa: F811
     life = Life(NETWORKS[seed % len(NETWORKS)], seed)

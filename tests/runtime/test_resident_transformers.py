@@ -215,6 +215,7 @@ def stays(on: On, **size: Any) -> None:
     assert on.away() == on.leaving() and on.count("errors") == 0, on.words()
 
 
+@pytest.mark.long(but=[2, 4])
 @pytest.mark.parametrize("kind", [*KINDS[:4], "forge"])
 def test_the_life_of_a_transformer(card: Card, kind: str) -> None:  # noqa: F811
     on = On(kind)

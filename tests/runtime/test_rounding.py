@@ -110,6 +110,7 @@ def test_float32_that_a_gpu_rounds_to_tf32_gives_up_its_bits(monkeypatch):
     assert verify._bits(torch.ones(1)) == verify._BITS[torch.float32]
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("kernels", [False, True])
 def test_correct_plans_are_well_within_what_rounding_moves(kernels, request):
     if kernels:

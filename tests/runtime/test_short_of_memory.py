@@ -202,6 +202,7 @@ def test_a_plan_that_finds_no_memory_leaves_the_call_to_the_original(on: On, mon
     assert on.count("replays") == 1
 
 
+@pytest.mark.long(but=[0, 2])
 @pytest.mark.parametrize("room", [1.01, 1.1, 1.3, 2.0])
 def test_no_call_runs_out_of_memory_that_the_original_has_room_for(on: On, room: float) -> None:
     """Not in the first call either, which has a result to compare with, a graph, and the original once more.

@@ -137,6 +137,7 @@ def test_upcast_computes_in_fp32_and_gives_back_the_type(layer, name):
         torch.testing.assert_close(ours, expected(half, x), rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.thinned("name", "model")
 @pytest.mark.parametrize("model", ["sd15", "sdxl"])
 @pytest.mark.parametrize("name", HERE)
 def test_a_unet_computes_the_same_with_each(tiny_unet, unet_inputs, model, name):

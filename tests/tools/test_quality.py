@@ -34,6 +34,7 @@ def run(tmp_path, *more: str) -> int:
     return cli.main([*SMALL, "--out", str(tmp_path), "--json", str(tmp_path / "r.json"), *more])
 
 
+@pytest.mark.long
 def test_images_of_digits(tmp_path, capsys):
     assert run(tmp_path) == 0, capsys.readouterr().out
     told = json.loads((tmp_path / "r.json").read_text())
@@ -47,6 +48,7 @@ def test_images_of_digits(tmp_path, capsys):
     assert "doggettx" in out and "median" in out and "not accelerated" not in out
 
 
+@pytest.mark.long
 def test_lossy_ways_are_compared_in_the_same_sheet(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(quality, "lossy_here", lambda: (["faster_sums", "eight_bits"], []))
     own, asked = Series.accelerated, []
@@ -74,6 +76,7 @@ def test_lossy_ways_are_compared_in_the_same_sheet(tmp_path, monkeypatch, capsys
     assert "not compared" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_lossy_way_that_fails_is_a_fault(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(quality, "lossy_here", lambda: (["eight_bits"], []))
     own = Series.accelerated

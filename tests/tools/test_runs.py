@@ -51,6 +51,7 @@ def test_demo(tmp_path, capsys):
     assert not any(word in " ".join(told) for word in ("packed_linear", "captures", "first call"))
 
 
+@pytest.mark.long
 def test_demo_with_a_folder_of_diffusers(tmp_path, monkeypatch, capsys, two_levels):
     pipe = pipelines.random_pipeline(dtype=torch.float32, device=torch.device("cpu"))
     pipe.save_pretrained(tmp_path / "model")
@@ -63,6 +64,7 @@ def test_demo_with_a_folder_of_diffusers(tmp_path, monkeypatch, capsys, two_leve
     assert re.search(r"^Images agree: .* PASS$", told.strip().splitlines()[-1])
 
 
+@pytest.mark.long(but=[0, 3])
 @pytest.mark.parametrize(
     ("difference", "error", "fault"),
     [(40.0, 0.03, False), (float("inf"), 0.0, True), (1.0, 0.05, True), (1.0, float("nan"), True)],
@@ -82,6 +84,7 @@ def test_demo_with_8_bits_tells_the_difference_and_judges_calls_by_their_budget(
     assert ("Images differ in details, as was asked for" in out) != fault
 
 
+@pytest.mark.long
 def test_demo_judges_images_as_always_if_8_bits_are_not_used(tmp_path, monkeypatch, capsys, two_levels):
     monkeypatch.setattr(pipelines, "trained_pipeline", pipelines.random_pipeline)
     monkeypatch.setattr(demo.eight_bits, "refusal", lambda: reasons.NVRTC_FOR_EIGHT_BITS(reasons.Detail("none")))
@@ -158,6 +161,7 @@ def test_bench(tmp_path, monkeypatch, capsys, two_levels):
     assert "tiny-sdxl 72×64" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_bench_in_full(tmp_path, monkeypatch, capsys, two_levels):
     monkeypatch.setattr(bench, "time", Seconds())
     file = tmp_path / "full.json"
@@ -276,6 +280,7 @@ def test_bench_says_what_it_leaves_out(capsys, monkeypatch):
     assert "cudagraph is left out: it needs an NVIDIA GPU" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_bench_cold_measures_in_processes_of_their_own(tmp_path):
     file = tmp_path / "cold.json"
     arguments = ["bench", "--model", "tiny-sd15", "--size", "64x64", "--against", "sfast", "--iterations", "1"]
@@ -284,6 +289,7 @@ def test_bench_cold_measures_in_processes_of_their_own(tmp_path):
     assert result["cold"] and [row["engine"] for row in result["rows"]] == ["sfast"]
 
 
+@pytest.mark.long
 def test_stress(tmp_path, capsys, two_levels):
     file = tmp_path / "stress.json"
     arguments = ["--tiny", "--lora", "6", "--sizes", "2", "--checkpoints", "4", "--json", str(file)]

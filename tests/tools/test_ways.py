@@ -118,6 +118,7 @@ def test_ours_without_triton_is_configured_so(tiny_unet, triton):
     engine.stop()
 
 
+@pytest.mark.long
 def test_bench_gives_all_engines_the_attention_and_writes_what_was_asked_for(tmp_path, capsys):
     file = tmp_path / "bench.json"
     arguments = ["bench", "--model", "tiny-sd15", "--size", "64x64", "--against", "eager,eager-channels-last"]
@@ -137,6 +138,7 @@ def test_bench_gives_all_engines_the_attention_and_writes_what_was_asked_for(tmp
     assert "tiny-sd15 64×64, 1 at once, doggettx, upcast, without Triton" in capsys.readouterr().out
 
 
+@pytest.mark.long(but=[0, 2, 4])
 @pytest.mark.parametrize("name", [name for name in attentions.NAMES if name != "xformers"])
 def test_each_engine_runs_with_each_attention(name, two_levels):
     options = bench.Options(
@@ -177,6 +179,7 @@ def test_what_is_missing_ends_the_command_with_a_sentence(monkeypatch, capsys):
     assert "no NVIDIA GPU that could pass for sm_89" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < "2.3", reason="that torch.compile breaks the graph where memory is asked for")
 @pytest.mark.parametrize("name", ["doggettx", "subquad"])
 def test_torch_compile_takes_the_free_memory_for_a_constant(name, monkeypatch, two_levels, unet_inputs):

@@ -51,6 +51,7 @@ class Pair:
         return bool(report["counters"].get("eager_runs")) and not report["reasons"] and report["last_error"] is None
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
 def test_weights_that_are_merged_under_it(mode):
     pair = Pair(mode).accelerated()
@@ -69,6 +70,7 @@ def test_weights_that_are_merged_under_it(mode):
     assert pair.unet.conv_in.weight.is_inference()
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
 def test_a_model_that_is_made_under_it(mode):
     with torch.inference_mode():

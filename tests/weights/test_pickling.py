@@ -29,6 +29,7 @@ def by_torch(module: nn.Module) -> tuple[nn.Module, int]:
     return torch.load(file, weights_only=False), size
 
 
+@pytest.mark.long(but=[0])
 @torch.no_grad()
 @pytest.mark.parametrize("saved", [by_pickle, by_torch])
 def test_a_loaded_module_has_the_weights_and_nothing_of_ours(saved):

@@ -34,6 +34,7 @@ class Texts(nn.Module):
         return [each for part in (self.clip, self.open_clip) for each in texts.read(part, tokens)]
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("flags", ["--medvram", "--medvram, short of memory", "--lowvram"])
 def test_they_come_and_leave_and_their_plans_hold_nothing(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with texts.packages():

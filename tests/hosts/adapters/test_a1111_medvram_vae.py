@@ -115,6 +115,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
         assert accelerator_of(on.vae.decoder) is None and "forward" not in vars(on.vae.encoder)
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("on", FLAGS, indirect=True)
 def test_both_parts_come_and_leave_together(on: Running) -> None:
     for wanted in ("original", "prepared", "plan", "plan"):
@@ -128,6 +129,7 @@ def test_both_parts_come_and_leave_together(on: Running) -> None:
     assert on.card.allocated < UNET + SMALL
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on", FLAGS[1:2], indirect=True)
 def test_another_vae_is_decoded(on: Running) -> None:
     for _ in range(3):

@@ -77,6 +77,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
         assert host.errors == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on", [2.6], indirect=True)
 def test_where_memory_is_short_a_checkpoint_takes_no_more_than_without_us(on, monkeypatch):
     expected = of(2)
@@ -107,6 +108,7 @@ def test_where_there_is_room_graphs_stay(on):
     assert on.counter("memory_given_back") == 0 and on.counter("graph_captures") == graphs
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("on", [2.6], indirect=True)
 @pytest.mark.parametrize("channels", [32, 64])
 def test_a_model_that_is_thrown_away_leaves_nothing(on, channels, monkeypatch):
@@ -129,6 +131,7 @@ def test_a_model_that_is_thrown_away_leaves_nothing(on, channels, monkeypatch):
     assert on.counter("captures") == captures + (channels != 32)
 
 
+@pytest.mark.long(but=[0, 3, 4])
 @pytest.mark.parametrize("on", [12], indirect=True)
 @pytest.mark.parametrize("room", [True, False])
 @pytest.mark.parametrize("what", ["decode", "encode", "upscale"])
@@ -231,6 +234,7 @@ def lowvram(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medvram]:
         yield found
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize(("medvram", "kept"), [(1.7, False), (4, True)], indirect=["medvram"])
 def test_with_medvram_every_image_is_accelerated_in_the_memory_it_has(medvram, kept):
     expected, other = of(1), of(1)
@@ -265,6 +269,7 @@ def test_with_medvram_later_images_need_no_graph_and_no_more_memory(medvram, mon
     assert medvram.counted("captures", "errors") == [1, 0] and not medvram.card.faults
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("medvram", [1.7, 4], indirect=True)
 def test_with_medvram_lora_and_checkpoint_are_followed(medvram):
     expected = [of(1), of(2)]
@@ -285,6 +290,7 @@ def test_with_medvram_lora_and_checkpoint_are_followed(medvram):
     assert medvram.counted("captures") == [1]
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("medvram", [1.7, 4], indirect=True)
 def test_with_medvram_what_did_not_change_is_not_copied_back(medvram, monkeypatch):
     expected = of(1)
@@ -321,6 +327,7 @@ def test_with_medvram_what_did_not_change_is_not_copied_back(medvram, monkeypatc
     assert medvram.counted("captures", "errors") == [1, 0]
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("medvram", [4], indirect=True)
 @pytest.mark.parametrize("way", ["off", "thrown away", "stopped"])
 def test_with_medvram_no_copy_outlives_its_model(medvram, way):

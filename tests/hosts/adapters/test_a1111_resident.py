@@ -151,6 +151,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     health.clear()
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("on", [(MEDVRAM, 1.9), (NONE, 1.9)], indirect=True)
 def test_the_unet_stays_in_8_bits(on: Running) -> None:
     for _ in range(3):
@@ -242,6 +243,7 @@ def test_a_lora_is_applied_on_the_gpu_and_followed_at_its_step(on: Running) -> N
     assert on.away and on.counter("errors") == 0 and on.counter("captures") == 1
 
 
+@pytest.mark.long
 @one(1)
 def test_layers_that_a_lora_does_not_change_stay_where_they_are(on: Running) -> None:
     on.picture(7)
@@ -258,6 +260,7 @@ def test_layers_that_a_lora_does_not_change_stay_where_they_are(on: Running) -> 
     assert seen.count("cpu") > 5
 
 
+@pytest.mark.long
 @one(1, 2.1)
 def test_another_forward_over_the_unet_gets_its_weights(on: Running) -> None:
     on.picture(4)
@@ -306,6 +309,7 @@ def test_what_is_resident_is_about_half(on: Running) -> None:
     assert there and on.flag != NONE or 0.9 * there < status["eight_bits_bytes"] < 1.4 * there
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize(("on", "seed"), [((MEDVRAM, 2.1), 0), ((NONE, 2.1), 1)], indirect=["on"])
 def test_random_scenes(on: Running, seed: int) -> None:
     rng = random.Random(seed)

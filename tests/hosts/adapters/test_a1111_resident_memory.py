@@ -81,6 +81,7 @@ def rests(on: Running, seed: int) -> list[int]:  # noqa: F811
 
 
 # seeds of which the scenes are of all kinds
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize(("on", "seed"), [(flag, seed) for seed, flag in enumerate(FLAGS, 3)], indirect=["on"])
 def test_at_rest_it_is_what_the_webui_takes_alone(on: Running, seed: int) -> None:  # noqa: F811
     # first as the WebUI does it alone
@@ -93,6 +94,7 @@ def test_at_rest_it_is_what_the_webui_takes_alone(on: Running, seed: int) -> Non
     assert on.counter("captures") > 0 and on.counter("errors") == 0
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("on", FLAGS, indirect=True)
 def test_a_checkpoint_that_was_exchanged_leaves_nothing(on: Running) -> None:  # noqa: F811
     load(on, 2)

@@ -104,6 +104,7 @@ def warm(on: Running, **more: Any) -> None:
     assert [on.image(**more) for _ in range(3)] == [{"original"}, {"prepared"}, {"plan"}]
 
 
+@pytest.mark.long(but=[0, 2])
 def test_the_second_image_prepares_and_the_prompt_of_the_third_is_read_by_a_plan(on):
     warm(on)
     found = [each for each in on.session.status()["accelerators"] if each["name"] == "text encoder"]
@@ -111,6 +112,7 @@ def test_the_second_image_prepares_and_the_prompt_of_the_third_is_read_by_a_plan
     assert {plan["label"] for each in found for plan in each["plans"]} == {"text encoder, 77 tokens"}
 
 
+@pytest.mark.long(but=[1])
 def test_what_is_said_of_the_steps_does_not_count_them(on):
     warm(on)
     status = on.session.status()
@@ -118,6 +120,7 @@ def test_what_is_said_of_the_steps_does_not_count_them(on):
     assert status["badge"]["state"] == "on" and status["counters"]["captures"] == 1
 
 
+@pytest.mark.long(but=[0, 3])
 @pytest.mark.parametrize(
     ("on", "loras"),
     [("SD 1", {"a": 1.0}), ("SD 2", {"a": 0.5, "b": -1.0}), ("SDXL", {"a": -0.3}), ("SDXL", {"b": 2.0})],
@@ -135,6 +138,7 @@ def test_loras_are_in_what_a_plan_reads_and_gone_afterwards(on, loras):
     same(texts.read(on.made[-1], texts.ids(1)), plain)
 
 
+@pytest.mark.long(but=[0])
 def test_a_lora_that_is_there_before_the_first_plan(on):
     on.host.lora(a=0.7)
     warm(on)
@@ -144,6 +148,7 @@ def test_a_lora_that_is_there_before_the_first_plan(on):
     assert on.image() == {"plan"}
 
 
+@pytest.mark.long(but=[1])
 def test_a_bias_that_a_lora_brings_means_another_plan(on):
     if on.kind != "SD 1":
         pytest.skip("the same for all")
@@ -168,6 +173,7 @@ def test_loras_inside_of_layers_are_bypassed(on):
     assert on.image() == {"plan"}
 
 
+@pytest.mark.long(but=[0])
 def test_what_is_of_the_unet_alone_does_not_stop_them(on):
     warm(on)
     on.host.shared.loaded_hypernetworks.append(SimpleNamespace(name="h"))
@@ -181,6 +187,7 @@ def test_what_is_of_the_unet_alone_does_not_stop_them(on):
     assert on.image() == {"plan"}
 
 
+@pytest.mark.long(but=[2])
 @pytest.mark.parametrize(
     ("on", "skip"), [("SD 1", 1), ("SD 1", 4), ("SD 2", 2), ("SDXL", 3)], indirect=["on"], ids=str
 )
@@ -190,6 +197,7 @@ def test_the_number_of_skipped_layers_needs_no_plan(on, skip):
     assert on.counter("text_captures") == len(on.made)
 
 
+@pytest.mark.long(but=[2])
 def test_300_tokens_are_read_chunk_by_chunk_with_vectors(on):
     warm(on)
     vectors = [[(3, torch.randn(4, texts.WIDTH))]]
@@ -199,6 +207,7 @@ def test_300_tokens_are_read_chunk_by_chunk_with_vectors(on):
     warm(on, rows=2)
 
 
+@pytest.mark.long(but=[1])
 def test_another_checkpoint_in_the_same_modules(on):
     warm(on)
     for made in (on.made, on.twins):
@@ -208,6 +217,7 @@ def test_another_checkpoint_in_the_same_modules(on):
     assert on.image() == {"plan"} and on.counter("text_captures") == len(on.made)
 
 
+@pytest.mark.long(but=[1])
 def test_switched_off_they_are_released_before_the_next_image(on):
     warm(on)
     on.host.opts.data["sfast_text_encoders"] = False

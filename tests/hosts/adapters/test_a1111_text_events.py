@@ -177,6 +177,7 @@ def play(kind: str, seed: int, events: int = EVENTS) -> World:
     return world
 
 
+@pytest.mark.long(but=[2])
 @pytest.mark.parametrize("kind", ["SD 1", "SD 2", "SDXL"])
 def test_text_encoders_compute_what_their_twins_do(kind: str) -> None:
     world = play(kind, 1)

@@ -156,6 +156,7 @@ def test_with_all_off_no_image_has_a_plan(on):
     assert [on.decode() for _ in range(3)] == ["original"] * 3 and accelerator_of(on.vae.decoder) is None
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("in_place", [True, False], ids=["copied", "replaced"])
 def test_another_vae_in_the_same_modules_keeps_the_plans(on, in_place):
     for _ in range(3):

@@ -112,6 +112,7 @@ def test_blocks_and_the_networks_beside_run_on_plans(host, units):  # noqa: F811
     assert count("plans run") == before + 3 * (len(unet["parts"]) + 2) and count("captures") == captures
 
 
+@pytest.mark.long
 def test_other_weights_of_units_and_of_the_model_need_no_new_plans(host, units):  # noqa: F811
     started(host)
     hooked(host, *units)
@@ -164,6 +165,7 @@ def test_networks_that_the_extension_let_go_of_are_given_back(host, units, cache
     assert all("forward" not in vars(u.control_model.control_model) for u in units)
 
 
+@pytest.mark.long
 def test_what_it_notes_on_modules_makes_no_new_plans(host, units):  # noqa: F811
     unet = started(host)
     picture = host.generate()

@@ -49,6 +49,7 @@ def test_sizes_that_never_repeat_get_no_plan(host):
     assert any("is new" in reason for reason in report.as_dict()["reasons_since_start"])
 
 
+@pytest.mark.long
 def test_faces_in_sizes_that_never_repeat_get_no_plan(host):
     assert made(host, 8, 16, 10, 12, 14) == 0
     assert made(host, 8, 18, 20, 22, 24) == 1

@@ -92,6 +92,7 @@ def test_where_memory_is_short_a_lora_of_all_layers_takes_no_more_than_without_u
     assert on.counter("captures") == captures and on.counter("errors") == 0
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize(("on", "kept"), [(1.6, False), (4, True)], indirect=["on"])
 def test_what_forge_moved_off_the_gpu_is_held_only_if_there_is_room(on, kept):
     expected = of(1)

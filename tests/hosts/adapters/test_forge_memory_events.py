@@ -124,6 +124,7 @@ def play(program: str, memory: float, seed: int, patch: pytest.MonkeyPatch, even
     return counters
 
 
+@pytest.mark.long(but=[0, 3])
 @pytest.mark.parametrize(("program", "memory", "seed"), CASES)
 def test_images_and_memory_are_those_without_us(
     program: str, memory: float, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,7 @@ def host() -> Iterator[Any]:
         assert host.errors == []
 
 
+@pytest.mark.long(but=[0, 7, 8])
 @pytest.mark.parametrize("release", ["2.27", "2.28", "2.28.1", "2.29", "2.29.1", "2.29.2", "2.30", "3.0", ""])
 def test_a_release_is_served_and_the_report_says_that_it_was_not_tested(host, release):
     host.version.release = release

@@ -19,7 +19,27 @@ from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.forge import adapter as forge
 from sfast_ext.runtime.verify import relative_error
 
-pytestmark = pytest.mark.usefixtures("proportions")
+# what Forge Neo's have in make test as well
+pytestmark = [
+    pytest.mark.usefixtures("proportions"),
+    pytest.mark.long("test_random_scenes", but=[1]),
+    pytest.mark.long(
+        "test_on_a_large_card_nothing_leaves",
+        "test_off_and_on_by_the_settings",
+        "test_other_models_find_room_next_to_it_or_in_its_place",
+        "test_a_lora_in_the_layers_is_forges",
+        "test_at_the_end_of_a_session_after_the_patcher_of_an_image_is_gone",
+        "test_a_call_without_a_plan_that_lacks_room_for_all_weights_is_forges",
+        "test_another_checkpoint_has_the_plans",
+        "test_memory_that_another_program_takes_while_an_image_is_made",
+        "test_an_exception_in_the_middle_of_an_image",
+        "test_a_lora_is_right_after_the_extension_was_turned_off",
+        "test_a_lora_is_right_after_forge_had_to_load_in_parts",
+        "test_if_all_of_it_cannot_be_loaded_it_is_in_parts_at_once",
+        "test_8_bit_weights_that_cannot_be_freed_end_no_image",
+        "test_at_the_end_of_a_session_weights_that_cannot_come_back",
+    ),
+]
 OTHERS_TOO = (
     test_forge_resident.test_the_unet_is_loaded_as_a_whole_and_stays_in_8_bits,
     test_forge_resident.test_without_8_bits_forge_loads_it_in_parts_as_before,
@@ -83,6 +103,7 @@ def reasons(on: Running) -> str:
     return str(on.session.report.as_dict()["reasons"])
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("seed", range(2))
 @room(1.6)
 def test_each_weight_has_each_lora_once_whatever_happens(on: Running, seed: int) -> None:
@@ -165,6 +186,7 @@ def test_8_bit_weights_give_way_before_models_do_and_not_to_the_unet_itself(on: 
         assert given
 
 
+@pytest.mark.long
 @room(1.6)
 def test_a_controlnet_comes_after_it_as_much_as_has_room(on: Running) -> None:
     network = on.host.patcher_of(int(0.55 * SIZE))

@@ -52,6 +52,7 @@ def ended(on: Running, patch: pytest.MonkeyPatch) -> None:
     on.kind.stop()
 
 
+@pytest.mark.long(but=[0, 5])
 @pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("what", [given_way, off, ended])
 @room(1.6)
@@ -75,6 +76,7 @@ def test_after_a_load_in_parts_that_failed_the_next_image_is_made(
 
 
 # a session that finds another forward releases the UNet before it is loaded
+@pytest.mark.long(but=[0, 3])
 @pytest.mark.parametrize("done", [each for each in REFUSED if each is not another_forward])
 @room(1.6)
 def test_what_is_refused_after_8_bits_comes_as_forge_loads_it_alone(on: Running, done: Any) -> None:
@@ -88,6 +90,7 @@ def test_what_is_refused_after_8_bits_comes_as_forge_loads_it_alone(on: Running,
     assert was == pytest.approx(on.off, abs=0.02 * SIZE)
 
 
+@pytest.mark.long
 @room(1.6)
 def test_models_may_be_given_by_an_iterator(on: Running) -> None:
     assert on.picture() < 0.06

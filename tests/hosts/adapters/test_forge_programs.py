@@ -93,6 +93,7 @@ def test_the_program_is_known_by_what_it_has(on):
     assert all(kind.running is None for kind in adapter.SESSIONS if kind is not on.session)
 
 
+@pytest.mark.long(but=[1])
 @both
 def test_plans_are_kept_for_another_lora_and_another_checkpoint(on):
     on.accelerated(reference(on.name))
@@ -214,6 +215,7 @@ def test_a_function_among_options_that_nobody_knows_is_bypassed(on, options):
 
 
 # each of them in two programs, each program has three
+@pytest.mark.long(but=[0, 4, 10, 11])
 @pytest.mark.parametrize(
     ("options", "on"),
     [(options, list(PROGRAMS)[(i + j) % 4]) for i, options in enumerate(KNOWN.values()) for j in (0, 2)],
@@ -303,6 +305,7 @@ def test_a_compiled_unet_is_left_to_torch_compile(on):
     on.accelerated(reference(on.name))
 
 
+@pytest.mark.long(but=[0, 2])
 @pytest.mark.usefixtures("proportions")
 @both
 @pytest.mark.parametrize(("room", "kept"), [(1.6, False), (4, True)])
@@ -331,6 +334,7 @@ def test_on_a_gpu_what_forge_moves_off_is_held_only_if_there_is_room(on, monkeyp
         assert host.errors == []
 
 
+@pytest.mark.long(but=[1, 3])
 @pytest.mark.usefixtures("proportions")
 @each
 def test_switched_off_and_stopped_nothing_of_ours_is_left(on):

@@ -18,7 +18,7 @@ from sfast_ext import accelerator_of
 from sfast_ext.hosts.forge import adapter as forge
 from sfast_ext.runtime.verify import relative_error
 
-pytestmark = pytest.mark.usefixtures("proportions")
+pytestmark = [pytest.mark.usefixtures("proportions"), pytest.mark.long("test_random_scenes", but=[0])]
 
 
 on = card_with(forge_neo_memory, forge.ForgeSession)

@@ -39,6 +39,7 @@ def test_a_lora_is_right_after_forge_had_to_load_in_parts(on: Running) -> None: 
     assert on.picture() < 0.06 and on.in_parts
 
 
+@pytest.mark.long(but=[1])
 @room(1.6, 1.45)
 def test_if_the_first_forward_with_a_lora_runs_out_of_memory(on: Running) -> None:  # noqa: F811
     on.lora(a=-1.0)
@@ -60,6 +61,7 @@ def test_if_the_first_forward_with_a_lora_runs_out_of_memory(on: Running) -> Non
     assert on.counter("errors") == 0
 
 
+@pytest.mark.long(but=[0, 3])
 @room(1.6, 1.45)
 @pytest.mark.parametrize("returned", [False, True])
 def test_if_all_of_it_cannot_be_loaded_it_is_in_parts_at_once(on: Running, returned: bool) -> None:  # noqa: F811
@@ -102,6 +104,7 @@ def test_8_bit_weights_that_cannot_be_freed_end_no_image(on: Running, monkeypatc
     assert on.picture() < 0.06 and not on.in_parts
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("times", [1, 2])
 @room(1.8)
 def test_at_the_end_of_a_session_weights_that_cannot_come_back(
@@ -127,6 +130,7 @@ def test_at_the_end_of_a_session_weights_that_cannot_come_back(
     assert on.picture() < 1e-3
 
 
+@pytest.mark.long(but=[0, 3])
 @pytest.mark.parametrize("mended", [False, True])
 @pytest.mark.parametrize("online", [False, True])
 @room(1.6)

@@ -20,7 +20,7 @@ from sfast_ext.plans.plan import Plan
 from sfast_ext.weights.banks import Bank
 from sfast_ext.weights.weight import Weight
 
-pytestmark = pytest.mark.usefixtures("proportions")
+pytestmark = [pytest.mark.usefixtures("proportions"), pytest.mark.long("test_after_it_was_turned_off")]
 OURS = (Accelerator, Bank, Plan, Weight, fx.Graph)
 KINDS = frozenset({torch.bfloat16, torch.int8})
 """Those of the UNet and of its weights in 8 bits. What the tests themselves keep is in float32."""

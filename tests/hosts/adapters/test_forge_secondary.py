@@ -50,6 +50,7 @@ def accelerators(found: Running, name: str) -> list[dict[str, Any]]:
     return [each for each in found.status()["accelerators"] if each["name"] == name]
 
 
+@pytest.mark.long(but=[2, 3])
 @each
 def test_images_with_controlnets_are_those_without_us_and_plans_of_the_networks_ran(on):
     networks = units(1.0, 0.4)
@@ -75,6 +76,7 @@ NOTED = {
 }
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("on", ["Forge Neo", "reForge"], indirect=True)
 def test_what_a_patcher_notes_on_a_network_that_it_loads_costs_no_plan(on):
     (unit,) = units(1.0)
@@ -108,6 +110,7 @@ def test_a_network_that_runs_once_for_an_image_is_left_alone(on):
     assert accelerators(on, "controlnet") == [] and accelerator_of(network) is None
 
 
+@pytest.mark.long(but=[1])
 @one_of_a_kind
 def test_networks_that_the_webui_has_dropped_are_not_held(on):
     on.host.opts.data["control_net_model_cache_size"] = 2
@@ -153,6 +156,7 @@ def made(host: Any) -> tuple[torch.Tensor, ...]:
     return secondary.encode(host), secondary.decode(host), secondary.decode(host, 12), secondary.encode(host, 24)
 
 
+@pytest.mark.long(but=[0, 1])
 @each
 def test_the_vae_s_parts_run_plans_and_give_what_the_webui_s_own_give(on):
     for _ in range(3):
@@ -191,6 +195,7 @@ class Careful(torch.nn.Conv2d):
             return super().forward(x)
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("on", ["Forge Neo", "Forge"], indirect=True)
 def test_what_forge_notes_of_the_allocator_delays_no_plan_of_the_vae_and_another_global_does(on):
     memory = on.host.memory
@@ -218,6 +223,7 @@ def test_without_the_setting_the_vae_is_the_webui_s_own_to_the_last_bit(on):
     assert accelerators(on, "VAE decoder")[0]["plans"]
 
 
+@pytest.mark.long(but=[1])
 @one_of_a_kind
 def test_a_vae_in_another_type_gets_plans_of_that_type(on):
     first = on.host.model_data.sd_model.forge_objects.vae.first_stage_model
@@ -233,6 +239,7 @@ def test_a_vae_in_another_type_gets_plans_of_that_type(on):
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.long(but=[0])
 @one_of_a_kind
 def test_what_the_vae_and_controlnets_hold_on_a_gpu_is_freed_for_what_forge_loads(on, monkeypatch):
     name = on.name

@@ -86,6 +86,7 @@ class Prompts:
         assert [self.image() for _ in range(3)] == [{"original"}, {"prepared"}, {"plan"}]
 
 
+@pytest.mark.long(but=[2, 0])
 @each
 def test_prompts_are_read_by_plans_whose_layers_cast(on):
     prompts = Prompts(on)
@@ -97,6 +98,7 @@ def test_prompts_are_read_by_plans_whose_layers_cast(on):
     assert len(found) == 2 and {len(each["plans"]) for each in found} == {1}
 
 
+@pytest.mark.long(but=[1, 2])
 @each
 def test_weights_that_a_lora_changes_are_followed(on):
     prompts = Prompts(on)
@@ -112,6 +114,7 @@ def test_weights_that_a_lora_changes_are_followed(on):
         assert prompts.image() == {"plan"}
 
 
+@pytest.mark.long(but=[0, 3])
 @each
 def test_a_model_that_stays_in_system_memory_in_part_is_bypassed(on):
     prompts = Prompts(on)
@@ -137,6 +140,7 @@ def test_weights_in_eight_bits_are_bypassed(on, form):
     assert any((form or "float8_e4m3fn") in str(e["message"]) for e in on.session.running.report.as_dict()["events"])
 
 
+@pytest.mark.long(but=[1, 2])
 @each
 def test_without_the_setting_they_are_the_webui_s_own(on):
     prompts = Prompts(on)
@@ -148,6 +152,7 @@ def test_without_the_setting_they_are_the_webui_s_own(on):
     prompts.warm()
 
 
+@pytest.mark.long(but=[0, 3])
 @each
 def test_another_checkpoint_brings_others(on):
     prompts = Prompts(on)

@@ -113,6 +113,7 @@ def short(on: Running) -> None:
     assert len(on.asked) == 1 or on.host.AGAIN and on.asked[1:] == [FORGES]
 
 
+@pytest.mark.long(but=[0])
 def test_with_a_plan_other_models_stay(on: Running) -> None:
     expected = on.decode()
     short(on)
@@ -125,6 +126,7 @@ def test_with_a_plan_other_models_stay(on: Running) -> None:
     assert on.vae.tiled == 0 and on.card.refused == 0
 
 
+@pytest.mark.long(but=[1])
 def test_images_that_are_encoded_as_well(on: Running) -> None:
     expected = [on.encode(), on.encode()][0]
     found = on.encode()
@@ -132,6 +134,7 @@ def test_images_that_are_encoded_as_well(on: Running) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long(but=[2])
 def test_what_no_plan_serves_gets_what_forge_estimates(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     on.decode(), on.decode(), on.decode()
     assert on.text_stays
@@ -154,6 +157,7 @@ def test_what_no_plan_serves_gets_what_forge_estimates(on: Running, monkeypatch:
     assert on.vae.tiled == 0
 
 
+@pytest.mark.long(but=[0])
 def test_the_number_holds_for_the_load_of_that_vae_alone(on: Running) -> None:
     on.decode(), on.decode(), on.decode()
     on.load_text()
@@ -162,6 +166,7 @@ def test_the_number_holds_for_the_load_of_that_vae_alone(on: Running) -> None:
     assert not on.session._vae_room.gave_way()
 
 
+@pytest.mark.long(but=[1])
 def test_if_the_original_runs_all_the_same_forge_frees_the_rest(
     on: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +182,7 @@ def test_if_the_original_runs_all_the_same_forge_frees_the_rest(
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long(but=[2])
 def test_an_image_is_made_if_the_plan_cannot_be_asked(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> float:
         raise RuntimeError("a module that cannot be read")
@@ -190,6 +196,7 @@ def test_an_image_is_made_if_the_plan_cannot_be_asked(on: Running, monkeypatch: 
     assert on.text_stays
 
 
+@pytest.mark.long(but=[0])
 def test_next_to_weights_in_8_bits_memory_is_left_to_other_programs(
     on: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +209,7 @@ def test_next_to_weights_in_8_bits_memory_is_left_to_other_programs(
     assert made == [(on.planned(), False), (on.planned() + 7, True)]
 
 
+@pytest.mark.long(but=[1])
 def test_a_preview_in_another_thread_takes_nothing_away(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     room, alone, seen = on.session._vae_room, on.vae.patcher, list[bool]()
     monkeypatch.setattr(room, "_planned_bytes", lambda *_: float(MB))
@@ -226,6 +234,7 @@ def test_a_preview_in_another_thread_takes_nothing_away(on: Running, monkeypatch
     assert on.asked == [pytest.approx(MB, abs=9), FORGES]
 
 
+@pytest.mark.long(but=[2])
 def test_a_card_that_is_full_when_the_plan_is_asked(on: Running) -> None:
     on.decode(), on.decode(), on.decode()
     held = torch.empty(int(torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device=GPU)

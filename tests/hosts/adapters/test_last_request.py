@@ -251,6 +251,7 @@ def test_a_request_within_another_is_a_part_of_it(world):
     assert last._request is before
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("result", [None, SimpleNamespace(images=[]), SimpleNamespace()])
 def test_a_request_without_an_image_keeps_the_one_before(world, result):
     world.image()

@@ -102,6 +102,7 @@ def test_a_latent_that_takes_gradients_keeps_them(on, at_once):
     assert sys.modules["modules.sd_samplers_common"].recorded == [True]
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("setting", ["sfast_enabled", "sfast_vae"])
 def test_it_is_off_with_the_setting_from_the_next_image_on(on, at_once, setting):
     with torch.enable_grad():

@@ -15,7 +15,25 @@ from hosts.adapters.resident_forge import Running, card_with, room
 from hosts.standins import reforge_memory
 from sfast_ext.hosts.forge import adapter as forge
 
-pytestmark = pytest.mark.usefixtures("proportions")
+# what Forge Neo's have in make test as well
+pytestmark = [
+    pytest.mark.usefixtures("proportions"),
+    pytest.mark.long("test_random_scenes", but=[2]),
+    pytest.mark.long("test_at_the_end_of_a_session_after_the_patcher_of_an_image_is_gone", but=[1]),
+    pytest.mark.long(
+        "test_other_models_find_room_next_to_it_or_in_its_place",
+        "test_loras_are_followed_and_made_one_layer_at_a_time",
+        "test_off_and_on_by_the_settings",
+        "test_at_the_end_of_a_session_the_weights_are_where_forge_believes",
+        "test_on_a_large_card_nothing_leaves",
+        "test_a_lora_is_right_after_the_extension_was_turned_off",
+        "test_without_room_for_the_first_image_it_is_loaded_in_parts",
+        "test_a_call_without_a_plan_that_lacks_room_for_all_weights_is_forges",
+        "test_a_lora_is_right_after_forge_had_to_load_in_parts",
+        "test_if_all_of_it_cannot_be_loaded_it_is_in_parts_at_once",
+        "test_memory_that_another_program_takes_while_an_image_is_made",
+    ),
+]
 OTHERS_TOO = (
     test_forge_resident.test_the_unet_is_loaded_as_a_whole_and_stays_in_8_bits,
     test_forge_resident.test_without_8_bits_forge_loads_it_in_parts_as_before,

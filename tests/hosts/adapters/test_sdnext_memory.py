@@ -40,6 +40,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.long(but=[0, 3])
 @with_vae_plans
 @pytest.mark.parametrize(("like", "gib", "what", "stock_peak", "peak"), TABLE)
 def test_every_job_is_accelerated(
@@ -128,6 +129,7 @@ def test_a_large_image_gets_the_memory_of_plans(open_card: Any) -> None:
     assert (job["runs"], job["captures"], job["memory_given_back"]) == (STEPS, 0, 1)
 
 
+@pytest.mark.long
 def test_a_hires_pass_is_accelerated_too(open_card: Any) -> None:
     on = open_card(8, SDXL)
     expected = on.expected(hires=True)
@@ -148,6 +150,7 @@ def test_lora_is_followed_while_the_weights_come_and_go(open_card: Any, gib: int
     assert on.host.captures() == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("like", "gib"), [(SDXL, 8)])
 def test_a_checkpoint_of_the_same_architecture_keeps_the_plans(open_card: Any, like: Proportions, gib: int) -> None:
     on = open_card(gib, like)
@@ -200,6 +203,7 @@ def test_after_the_host_ran_out_of_memory_nothing_is_kept(open_card: Any) -> Non
     assert "SD.Next ran out of GPU memory" in str(on.host.status()["events"])
 
 
+@pytest.mark.long
 @with_vae_plans
 def test_a_model_for_captions_gets_the_memory_of_plans(open_card: Any) -> None:
     on = open_card(12, SDXL)
@@ -231,6 +235,7 @@ def test_a_unet_that_does_not_fit_is_left_to_the_host(open_card: Any) -> None:
     assert (job["runs"], job["captures"]) == (STEPS, 0)
 
 
+@pytest.mark.long
 @with_vae_plans
 def test_a_controlnet_beside_it(open_card: Any) -> None:
     on = open_card(16, SDXL)
@@ -250,6 +255,7 @@ def test_a_controlnet_beside_it(open_card: Any) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.long(but=[1])
 @with_vae_plans
 @pytest.mark.parametrize(("like", "gib", "moved"), [(SDXL, 8, True), (SD15, 24, False)])
 def test_the_vae_s_plans_hold_nothing_while_it_is_off_the_gpu(

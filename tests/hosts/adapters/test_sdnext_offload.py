@@ -101,6 +101,7 @@ def another_signature(move: Any) -> Any:
     return moved
 
 
+@pytest.mark.long(but=[0])
 def test_an_offload_that_is_not_known_is_bypassed_alone(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.adapter.SDNextSession.stop()
     split = hasattr(host.sd_offload, "reapply_offload")
@@ -118,6 +119,7 @@ def test_an_offload_that_is_not_known_is_bypassed_alone(host: Host, monkeypatch:
     close(accelerated(host), expected)
 
 
+@pytest.mark.long(but=[0, 3])
 @pytest.mark.parametrize("mode", ["none", "balanced"])
 def test_an_image_and_a_lora(host: Host, mode: str) -> None:
     host.opts.diffusers_offload_mode = mode
@@ -157,6 +159,7 @@ def test_sequential_offload_is_bypassed(host: Host) -> None:
     assert not host.status()["accelerators"]
 
 
+@pytest.mark.long(but=[0, 3])
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_a_setting_of_balanced_offload_that_takes_effect_at_once(august: Host, name: str) -> None:
     august.opts.diffusers_offload_mode = "balanced"
@@ -189,6 +192,7 @@ def test_hooks_made_anew_between_the_steps(august: Host) -> None:
     assert august.captures() == 1
 
 
+@pytest.mark.long(but=[1])
 @needs_groups
 @pytest.mark.parametrize("never", ["unet", "UNet2DConditionModel", "vae unet"])
 def test_a_resident_unet_is_accelerated_under_group_offload(august: Host, never: str) -> None:
@@ -283,6 +287,7 @@ def test_a_vae_that_is_brought_on_demand_runs_by_itself_beside_an_accelerated_un
 NOTES = ("sdnext_group_offload_sig", "sdnext_group_offload_pin", "sdnext_group_offload_pin_limit", "sdnext_ondemand")
 
 
+@pytest.mark.long(but=[1, 2])
 @pytest.mark.parametrize("name", NOTES)
 def test_what_the_offload_notes_on_modules_needs_no_new_plan(august: Host, name: str) -> None:
     august.sd_models.load_model(pipeline())

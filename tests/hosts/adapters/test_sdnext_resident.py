@@ -155,6 +155,7 @@ def release(number: int) -> Any:
     return pytest.mark.parametrize("on", one_of(number, *RELEASES), indirect=True)
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("on", RELEASES, indirect=True)
 def test_weights_in_8_bits_move(on: Running) -> None:
     for _ in range(2):
@@ -185,9 +186,11 @@ def in_8_bits(on: Running) -> None:
     assert sorted(away)[1] > 20
 
 
+@pytest.mark.long(but=[0])
+@pytest.mark.parametrize("seeds", [(0,), (0, 1)])
 @release(1)
-def test_off_on_and_another_checkpoint(on: Running) -> None:
-    for seed in (0, 1):
+def test_off_on_and_another_checkpoint(on: Running, seeds: tuple[int, ...]) -> None:
+    for seed in seeds:
         in_8_bits(on)
         on.host.opts.sfast_eight_bits = False
         assert on.picture() < 0.02 and on.away == 0
@@ -195,6 +198,7 @@ def test_off_on_and_another_checkpoint(on: Running) -> None:
         on.host.opts.sfast_eight_bits = True
         in_8_bits(on)
         on.load(seed + 1)
+    in_8_bits(on)
     on.host.opts.sfast_enabled = False
     assert on.picture() < 1e-3 and on.away == 0 and on.counter("errors") == 0
 
@@ -208,6 +212,7 @@ def _transformer() -> Any:
 TRANSFORMER_SIZE = sum(p.nbytes for p in _transformer().parameters()) if transformers.available("z-image") else 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not TRANSFORMER_SIZE, reason="diffusers without Z-Image")
 @pytest.mark.parametrize("on", [(1.9 * TRANSFORMER_SIZE / SIZE, "july")], indirect=True)
 def test_a_transformer(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:

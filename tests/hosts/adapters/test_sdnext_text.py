@@ -94,6 +94,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
 HIDDEN = {"output_hidden_states": True}
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("options", [{}, HIDDEN, {"attention_mask": torch.ones(1, 77, dtype=torch.long), **HIDDEN}])
 def test_prompts_are_read_by_plans(on, options):
     on.warm(**options)
@@ -117,6 +118,7 @@ def test_hidden_states_are_given_with_and_without_in_turns(on):
         on.warm(**HIDDEN)
 
 
+@pytest.mark.long
 def test_attention_weights_are_given_if_they_are_asked_for(on):
     for each in (*on.made, *on.twins):
         each.set_attn_implementation("eager")

@@ -82,6 +82,7 @@ def test_a_comparison_runs_out_of_memory(card: Running, monkeypatch: pytest.Monk
     refused(card)
 
 
+@pytest.mark.long
 @cards(0)
 def test_with_a_lora_it_runs_out_of_memory(card: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     whole(card, multiplier=1.0)

@@ -78,6 +78,7 @@ def of_whole(card: Running) -> whole_unet.WholeUnet:
     return card.host.session._offload.whole
 
 
+@pytest.mark.long(but=[1])
 @cards()
 def test_it_comes_as_a_whole(card: Running) -> None:
     assert card.picture() < 0.06
@@ -213,6 +214,7 @@ def switch_off_and_on(card: Running, *, stays_there: bool) -> None:
     whole(card)
 
 
+@pytest.mark.long
 @cards(1)
 def test_off_and_on(card: Running) -> None:
     switch_off_and_on(card, stays_there=False)
@@ -243,6 +245,7 @@ def test_one_that_is_not_accelerated_leaves_once(card: Running) -> None:
         card.picture()
 
 
+@pytest.mark.long
 @cards(1)
 def test_a_feature_in_between(card: Running) -> None:
     whole(card)
@@ -275,9 +278,11 @@ def test_the_session_ends(card: Running) -> None:
     whole(card)
 
 
+@pytest.mark.long(but=[0])
+@pytest.mark.parametrize("multipliers", [(-1.0,), (1.0, -1.0, 0.0)])
 @cards(0)
-def test_loras(card: Running) -> None:
-    for multiplier in (1.0, -1.0, 0.0):
+def test_loras(card: Running, multipliers: tuple[float, ...]) -> None:
+    for multiplier in multipliers:
         whole(card, multiplier=multiplier)
         card.host.opts.sfast_eight_bits = False
         parted(card, OWN, multiplier=multiplier)
@@ -286,6 +291,7 @@ def test_loras(card: Running) -> None:
         whole(card, multiplier=0.5)
 
 
+@pytest.mark.long
 @cards(1)
 def test_another_checkpoint(card: Running) -> None:
     whole(card)

@@ -65,6 +65,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return float((ours - theirs).norm() / theirs.norm()) < TOLERANCE
 
 
+@pytest.mark.long(but=[0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sdnext_runs_plans(sdnext: Host, kind: str) -> None:
     sdnext.sd_models.load_model(pipeline(kind))
@@ -106,6 +107,7 @@ def test_sdnext_that_streams_a_transformer_runs_it_itself(sdnext: Host) -> None:
     assert not sdnext.status()["accelerators"]
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("known", [True, False])
 def test_sdnext_runs_known_layers_of_sdnq_in_a_transformer(sdnext: Host, known: bool) -> None:
     pipes = [pipeline(KINDS[0]) for _ in range(2)]

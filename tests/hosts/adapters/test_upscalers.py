@@ -123,6 +123,7 @@ def test_one_plan_is_made_for_each_image_whatever_sizes_its_tiles_have(on, at_on
     assert on.count("upscaler_captures") == 2
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize("setting", ["sfast_enabled", "sfast_vae"])
 def test_it_is_off_with_the_setting_and_on_again(on, at_once, setting):
     opts = getattr(on.host, "opts", None) or sys.modules["modules.shared"].opts

@@ -36,6 +36,7 @@ FEW_KEYS += [(1, 2, 129, 4, 24), (1, 1, 500, 16, 40), (1, 1, 64, 81, 160), (1, 1
 MANY_KEYS = [(1, 2, 70, 300, 40), (1, 1, 300, 256, 64), (1, 1, 33, 161, 80), (1, 1, 65, 192, 128), (1, 1, 20, 200, 160)]
 
 
+@pytest.mark.long(but=range(15))
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [(shape, torch.float16) for shape in FEW_KEYS + MANY_KEYS]

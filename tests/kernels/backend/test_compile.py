@@ -133,6 +133,7 @@ def test_compiles(name, capability):
     assert not KNOWN or name.endswith("statistics") or re.search(rf"st\.global\S*\.v{words}\.b32", ptx)
 
 
+@pytest.mark.long(but=[0, 3, 5, 6])
 @pytest.mark.parametrize(("name", "dtype"), OTHERS)
 def test_compiles_other_dtypes(name, dtype):
     words = 4 if dtype == "*fp32" else _words(name)
@@ -159,6 +160,7 @@ def test_timestep_embedding_compiles(capability):
     assert "sin.approx" not in ptx and "cos.approx" not in ptx
 
 
+@pytest.mark.long(but=[1, 3, 4])
 @pytest.mark.parametrize(
     ("blocks", "dtype", "capability"),
     [((40, 32, 16, 64, 16), "fp16", each) for each in FAR_APART if triton_compiler.compiles_mma(VERSION, each)]
@@ -185,6 +187,7 @@ NARROW = {
 }
 
 
+@pytest.mark.long(but=[0, 4, 8])
 @pytest.mark.parametrize(("dtype", "capability"), [("bf16", 80), ("fp16", 90), ("fp16", CAPABILITIES[-1])])
 @pytest.mark.parametrize("name", NARROW)
 def test_narrow_conv_compiles(name, capability, dtype):

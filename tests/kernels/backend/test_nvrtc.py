@@ -84,6 +84,7 @@ CONVOLUTIONS += [(conv2d.TILES[0]._replace(pingpong=pingpong, pair=1), torch.flo
 CONVOLUTIONS = [*every(2, *CONVOLUTIONS), (conv2d.TILES[0]._replace(pingpong=False), torch.bfloat16, 40)]
 
 
+@pytest.mark.long(but=[0, 3, 4, 7, 9])
 @pytest.mark.parametrize(
     "given", [conv2d.constants(*some) for some in CONVOLUTIONS], ids=lambda given: "-".join(map(str, given.values()))
 )
@@ -98,6 +99,7 @@ GEGLUS = [linear_geglu.constants(tile, torch.float16) for tile in every(2, *line
 GEGLUS += [linear_geglu.constants(linear_geglu.TILES[0], torch.bfloat16, True, "tanh")]
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("given", GEGLUS, ids=lambda given: "-".join(map(str, given.values())))
 def test_linear_geglu_compiles(given):
     registers, fixed = built("linear_geglu", given)
@@ -117,6 +119,7 @@ NORMED_TYPES = [(*case, torch.float16) for case in list(WIDEST.values())[::2]]
 NORMED_TYPES += [(*case, torch.bfloat16) for case in list(NARROWEST.values())[1::2]]
 
 
+@pytest.mark.long(but=[0, 2, 4])
 @pytest.mark.parametrize(("tile", "columns", "dtype"), NORMED_TYPES, ids=str)
 def test_linear_layer_norm_compiles(tile, columns, dtype):
     given = linear_layer_norm.constants(tile, columns, dtype)
@@ -133,6 +136,7 @@ def test_linear_layer_norm_compiles(tile, columns, dtype):
     assert asked <= SHARED and blocks * (1024 + asked) <= SHARED + 1024
 
 
+@pytest.mark.long(but=[1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_query_attention_compiles(dtype):
     registers, fixed = built("query_attention", query_attention.constants(dtype))
@@ -209,8 +213,8 @@ MOST = 3 if os.environ.get("SFAST_ALL_CASES") else 2
 HALF = cuda_tier.TYPES[torch.float16]
 MOST_USED = [(name, given) for name, given in PORTABLE if given.get("TYPE", given.get("OUT")) == HALF]
 MOST_USED = list({name: (name, given) for name, given in reversed(MOST_USED)}.values())
-# of the other variants a sixth; `make cuda-table` compiles all that models launch
-OTHERS = every(6, *(case for case in PORTABLE if case not in MOST_USED))
+# of the other variants some; `make cuda-table` compiles all that models launch
+OTHERS = every(18, *(case for case in PORTABLE if case not in MOST_USED))
 CHOSEN = [case for case in PORTABLE if case in OTHERS or case in MOST_USED]
 
 

@@ -356,6 +356,7 @@ def test_nothing_of_a_model_is_kept_for_further_sizes(triton, monkeypatch):
     assert [ref() for ref in kept] == [None] * 6
 
 
+@pytest.mark.long(but=[0])
 @pytest.mark.parametrize(("pause", "printed"), [(0, ["begun", "done"]), (3600, [])])
 def test_python_ends_after_the_kernel_of_triton_at_hand(pause, printed):
     script = f"""

@@ -80,6 +80,7 @@ def test_shapes(device, dtype, shape, monkeypatch):
     assert (wide(mma_attention8.launch(q, k, v, None)) - exact).norm() <= 0.03 * exact.norm()
 
 
+@pytest.mark.long(but=[0, 3, 4])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[-1] <= 96], ids=str)
 def test_sums_in_half_precision(device, shape):
     q, k, v = heads(shape, torch.float16, device)
@@ -188,6 +189,7 @@ def test_each_shape_fits_every_card():
             assert mma_attention8._FACTORS % given.keys == 0
 
 
+@pytest.mark.long(but=[2, 3])
 @pytest.mark.parametrize("size", [40, 64, 80, 128, 160])
 def test_it_compiles(monkeypatch, tmp_path, size):
     monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path))

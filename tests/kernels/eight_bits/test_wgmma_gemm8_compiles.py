@@ -34,6 +34,7 @@ if len(KINDS) > 1:
 
 
 # `make cuda-table` compiles all
+@pytest.mark.long(but=range(0, 13, 2))
 @pytest.mark.parametrize("given", EACH[::2], ids=lambda given: "-".join(map(str, given.values())))
 def test_it_compiles(given):
     # with 192 sums of a thread, or GEGLU on 160, an address is laid aside once a tile

@@ -116,6 +116,7 @@ def test_mixed_dtypes_and_no_affine(device, dtype):
     close(y, expected(group_norm, total, 8, None, None, 1e-6))
 
 
+@pytest.mark.thinned("shape", "dtype")
 @every_path
 @half_dtype
 @pytest.mark.parametrize(("shape", "groups"), [((2, 96, 23, 17), 4), ((1, 60, 129, 1), 6), ((2, 320, 8, 8), 32)])

@@ -82,6 +82,7 @@ def test_shapes(device, path, shape, groups):
 OVER = [((2, 96, 23, 17), 4), ((1, 16, 71, 70), 2), ((2, 320, 9, 8), 32), ((1, 60, 129, 1), 6)]
 
 
+@pytest.mark.thinned("shape", "dtype", turn=1)
 @every_path
 @half_dtype
 @pytest.mark.parametrize(("shape", "groups"), OVER, ids=str)
