@@ -23,7 +23,8 @@ from sfast_ext.plans.payback import CaptureBackoff
 from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
 from sfast_ext.runtime import left_aside, residency
-from sfast_ext.runtime.call_server import CallServer, building
+from sfast_ext.runtime.building import building
+from sfast_ext.runtime.call_server import CallServer
 from sfast_ext.runtime.model_state import ModelState, ModuleContext
 from sfast_ext.runtime.plan_builder import PlanBuilder
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, Waiting

@@ -169,6 +169,32 @@ class Hidden:
             set_data(value, torch.empty(0, dtype=value.dtype, device=self._device))
 
 
+@contextlib.contextmanager
+def lent(
+    values: Iterable[torch.Tensor], module: nn.Module, on_gpu: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+) -> Iterator[None]:
+    """See `Resident.lent`.
+
+    Args:
+        values: the parameters in system memory.
+        on_gpu: copies tensors.
+    """
+    mine = set(map(id, module._parameters.values()))
+    lent = [(value, live_tensor(value)) for value in values if id(value) in mine]
+    with torch.inference_mode(False), torch.no_grad():
+        for value, there in zip([value for value, _ in lent], on_gpu([source for _, source in lent])):
+            set_data(value, there)
+    try:
+        yield
+    finally:
+        with torch.inference_mode(False), torch.no_grad():
+            for value, source in lent:
+                if value.is_cuda and value.shape == source.shape and value.dtype == source.dtype:
+                    # what the host wrote counts as a change of the parameter, which its version shows
+                    source.copy_(live_tensor(value))
+                    set_data(value, source)
+
+
 def places_in(asides: dict[str, Aside], root: nn.Module, other: nn.Module) -> dict[str, list[WeightSlot]] | None:
     """Where another module has parameters of the same paths, shapes and dtypes; None if it has not all of them."""
     places = places_of(other)
