@@ -248,10 +248,11 @@ def test_values_of_weights_are_read_by_no_plan(card: Card) -> None:  # noqa: F81
     assert len(on.acc.plans) == 1 and on.count("errors") == 0
 
 
+@pytest.mark.parametrize("kept", ["ff_out", "to_q+to_k+to_v"])
 def test_layers_that_were_not_near_enough_come_in_half_precision(
-    card: Card, on: On, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    card: Card, on: On, monkeypatch: pytest.MonkeyPatch, kept: str  # noqa: F811
 ) -> None:
-    real, plans = plan_builder.verify_plan, list[Any]()
+    real, plans, strides = plan_builder.verify_plan, list[Any](), [p.stride() for p in halves(on.ours)]
 
     def once(new: Any) -> Any:
         plans.append(new.plan)
@@ -259,7 +260,7 @@ def test_layers_that_were_not_near_enough_come_in_half_precision(
         if len(plans) > 1:
             return refusal
         selection = next(iter(on.acc._context.model.eight_bits._selections.values()))
-        selection.kept.add("blocks.0.ff_out")
+        selection.kept.add(f"blocks.0.{kept}")
         raise EightBitsFailed(plan_builder.reasons.EIGHT_BITS_NO_GAIN(), again=True)
 
     monkeypatch.setattr(plan_builder, "verify_plan", once)
@@ -267,8 +268,17 @@ def test_layers_that_were_not_near_enough_come_in_half_precision(
     assert on.count("weights_brought_back") == 0 and on.count("errors") == 0, on.words()
     # a bank of the first plan is made of it as well
     on.acc.drop_plan(next(iter(on.acc.plans)))
-    assert on.error(OTHER) < 0.05 and on.error(OTHER) < 0.05
-    assert on.ours.blocks[0].ff_out.weight.is_cuda and away(on) == len(halves(on.ours)) - 1
+    for _ in range(3):
+        assert on.error(OTHER) < 0.05
+    weights = [getattr(on.ours.blocks[0], name).weight for name in kept.split("+")]
+    assert all(p.is_cuda for p in weights) and away(on) == len(halves(on.ours)) - len(weights)
+    on.both(lambda m: getattr(m.blocks[0], kept.split("+")[-1]).weight.mul_(-1.5))
+    assert on.error(OTHER) < 0.05 and on.error(OTHER) < 0.05 and len(on.acc.plans) == 1
+    on.acc.release()
+    assert [p.stride() for p in halves(on.ours)] == strides and away(on) == 0
+    storages = {p.untyped_storage()._cdata: p for p in halves(on.ours)}
+    assert len(storages) == len(strides)
+    assert all(map(torch.equal, (p.cpu() for p in halves(on.ours)), halves(on.twin)))
 
 
 def fails(*_: object, **__: object) -> Any:
@@ -490,3 +500,28 @@ def test_stand_ins_share_memory_and_keep_their_form(card: Card, on: On) -> None:
         raise ValueError("in the middle")
     assert {p: (p.stride(), p.dtype, p.shape, p.data_ptr()) for p in before} == before and card.used == used
     assert [getattr(on.ours.blocks[0], name).weight.device.type for name in WEIGHTS] == ["cpu"] * len(WEIGHTS)
+
+
+def test_packs_of_weights_that_stood_in(card: Card, on: On) -> None:  # noqa: F811
+    arena, block = on.acc.arena, on.ours.blocks[0]
+    on.acc.forget_plans("the user has dropped them")
+    values = [getattr(block, name).weight.detach().clone() for name in ("to_q", "to_k", "to_v")]
+    with arena.resident.standing_in():
+        arena.index()
+        q, k, v, other, norm = (
+            arena.locate(layer.weight) for layer in (block.to_q, block.to_k, block.to_v, block.ff_out, block.norm1)
+        )
+    used, whole = card.used, arena.pack([q, k, v])
+    assert whole is not None and whole.tensor.shape == (192, 64) and whole.tensor.is_cuda and card.used == used
+    rows = arena.pack([k, v])
+    assert rows is not None and arena.pack([k, v]) is rows and arena.pack([q, k, v]) is whole
+    # one has others' memory, one has another shape, and one is on the GPU
+    assert arena.pack([whole, norm]) is None and arena.pack([q, other]) is None and arena.pack([q, norm]) is None
+    assert torch.equal(arena.read(whole).cpu(), torch.cat(values)) and torch.equal(arena.read(other).cpu(),
+                                                                                    block.ff_out.weight)
+    arena.bind([whole, rows])
+    arena.fetch()
+    assert torch.equal(whole.tensor.cpu(), torch.cat(values)) and torch.equal(rows.tensor.cpu(), torch.cat(values[1:]))
+    assert whole.tensor.untyped_storage()._cdata == rows.tensor.untyped_storage()._cdata
+    assert block.to_k.weight.untyped_storage()._cdata == rows.tensor.untyped_storage()._cdata
+    arena.unbind([whole, rows])
