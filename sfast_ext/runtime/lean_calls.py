@@ -30,6 +30,7 @@ from sfast_ext.runtime import residency
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.runtime.plan_runner import out_of_memory
+from sfast_ext.weights.aside import Hidden
 from sfast_ext.weights.weight import WeightsAway
 
 
@@ -45,6 +46,18 @@ def may_be(context: ModuleContext, key: PlanKey) -> bool:
     # as integers they take half as much
     missing = resident.bytes // 2 - banks.held
     return residency.wanted(context, key.device) and residency.room(key.device) > missing
+
+
+def hidden(context: ModuleContext, device: torch.device) -> contextlib.AbstractContextManager[Hidden | None]:
+    """See `residency.hidden`. If the module has no plans, and its first is expected to be one with 8 bits, weights that
+    may be in 8 bits stay in system memory for it."""
+    model, resident = context.model, context.arena.resident
+    if not (resident.banks or resident.in_parts or model.lean_failed or model.streams or model.eight_bits.reason):
+        planned = any(each.plans for each in model.accelerators())
+        if not planned and not context.config.rare_calls and residency.wanted(context, device):
+            resident.expect(device)
+            return resident.hidden()
+    return residency.hidden(context, device)
 
 
 def run(

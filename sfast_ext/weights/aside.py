@@ -12,7 +12,7 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
-from sfast_ext.weights.staging import to_system_memory
+from sfast_ext.weights.staging import Staging, to_system_memory
 from sfast_ext.weights.weight import (
     Weight,
     WeightsAway,
@@ -103,10 +103,21 @@ def differing(asides: Iterable[Aside], digests: Callable[[], Iterable[torch.Tens
 def in_system_memory(asides: Iterable[Aside]) -> list[torch.Tensor]:
     """Those parameters that are there, each once."""
     held = {id(now): now for aside in asides if isinstance(now := aside.now, torch.Tensor)}
-    return [now for now in held.values() if _is_there(now)]
+    return [now for now in held.values() if is_there(now)]
 
 
-def _is_there(now: torch.Tensor) -> bool:
+def joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A tensor on the GPU with the rows of all parts."""
+    with torch.inference_mode(False), torch.no_grad(), Staging() as copy:
+        size = sum(len(part) for part in parts), *parts[0].shape[1:]
+        whole, first = torch.empty(size, dtype=parts[0].dtype, device=device), 0
+        for part in parts:
+            copy(whole[first : first + len(part)], live_tensor(part))
+            first += len(part)
+    return whole
+
+
+def is_there(now: torch.Tensor) -> bool:
     """Whether a parameter is in system memory."""
     return now.device.type == "cpu" and is_plain(now)
 
@@ -124,7 +135,7 @@ class Hidden:
             with torch.inference_mode(False), torch.no_grad():
                 for aside in self._asides:
                     now = aside.now
-                    if isinstance(now, torch.Tensor) and _is_there(now):
+                    if isinstance(now, torch.Tensor) and is_there(now):
                         self._hide(aside, now)
         except BaseException:
             self.__exit__()

@@ -23,9 +23,10 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.weights import host_copies
-from sfast_ext.weights.aside import Aside, Hidden, differing, in_system_memory, lent, places_in, state_of
+from sfast_ext.weights.aside import Aside, Hidden, differing, in_system_memory, joined, lent, places_in, state_of
 from sfast_ext.weights.banks import Bank, batches
 from sfast_ext.weights.digest import digest_of, reading
+from sfast_ext.weights.expected import expected
 from sfast_ext.weights.original_layout import live_tensor, set_data
 from sfast_ext.weights.staging import Staging, to_system_memory
 from sfast_ext.weights.stand_ins import StandIns
@@ -102,6 +103,15 @@ class Resident:
         tracked.reset_detector()
         tracked.forget(tracked.vacant)
 
+    def expect(self, device: torch.device) -> None:
+        """Before there are banks: what may be in 8 bits counts as set aside, if it is in system memory."""
+        self._asides, self.device = {**expected(self._tracked.root), **self._asides}, device
+
+    def keep_used(self) -> None:
+        """What came to the GPU for plans, and of which no bank is made, does not count as set aside any more."""
+        used = {id(aside) for bank in self.banks for aside, _ in bank.sources} | set(map(id, self.elsewhere()))
+        self._asides = {p: each for p, each in self._asides.items() if not used.isdisjoint({id(each), id(each.now)})}
+
     def has(self, weight: Weight) -> bool:
         """Whether all parameters of a weight are among these."""
         return all(part.path in self._asides for part in weight.parts or (weight,))
@@ -112,13 +122,7 @@ class Resident:
         parts = [self._asides[part.path].checked() for part in weight.parts or (weight,)]
         if len(parts) == 1:
             return self._on_gpu(parts)[0]
-        with torch.inference_mode(False), torch.no_grad(), Staging() as copy:
-            size = sum(len(part) for part in parts), *parts[0].shape[1:]
-            whole, first = torch.empty(size, dtype=parts[0].dtype, device=self.device), 0
-            for part in parts:
-                copy(whole[first : first + len(part)], live_tensor(part))
-                first += len(part)
-        return whole
+        return joined(parts, self.device)
 
     def bank(self, weight: Weight, group: int) -> Bank:
         """The resident bank of a weight that was set aside, without values if it is new."""

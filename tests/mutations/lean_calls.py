@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutations import Mutation
 
 _TESTS = "runtime/test_lean_calls.py::"
+_FIRST = "runtime/test_lean_first_calls.py::"
 _STAND_INS = "weights/stand_ins.py"
 _LEAN = "runtime/lean_calls.py"
 _BUILDER = "runtime/plan_builder.py"
@@ -93,5 +94,25 @@ MUTATIONS = [
         "strides of a weight without memory", "passes/eight_bits_match.py",
         'if weight.meta["val"].stride(-1) != 1:', 'if weight.meta["weight"].tensor.stride(-1) != 1:',
         (_TESTS + "test_another_size_brings_no_weights_back",),
+    ),
+    Mutation(
+        "weights of a first plan, before the host moves them", _LEAN,
+        "resident.expect(device)", "pass",
+        (_FIRST + "test_the_first_call_brings_no_weights",),
+    ),
+    Mutation(
+        "weights of a first plan in AUTOMATIC1111", "hosts/moves.py",
+        "with staying(accelerators, place, early=True):", "with staying(accelerators, place):",
+        ("hosts/adapters/test_a1111_resident_first.py::test_the_first_image",),
+    ),
+    Mutation(
+        "weights that others than a first plan read", _LEAN,
+        "if not planned and not context.config.rare_calls and residency.wanted(context, device):", "if True:",
+        (_FIRST + "test_where_no_such_plan_is_expected_the_module_comes",),
+    ),
+    Mutation(
+        "weights that were expected to be in 8 bits and are not", "runtime/residency.py",
+        "context.arena.resident.keep_used()", "pass",
+        (_FIRST + "test_what_is_not_in_8_bits_comes",),
     ),
 ]
