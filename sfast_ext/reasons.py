@@ -286,6 +286,9 @@ STREAMS = Kind(
     "takes longer, until there is room",
     "close other programs that use the GPU",
 )
+NOT_LEAN = Kind(
+    "eight-bits", "half-precision weights come back for the first step of each size, as it failed without them: {}: {}"
+)
 EIGHT_BITS_REFUSED = Kind("eight-bits", "8 bits are not used: {}")
 EIGHT_BITS_FAILED = Kind("eight-bits", "8 bits are not used: this size could not be prepared with them: {}: {}")
 

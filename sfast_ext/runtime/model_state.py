@@ -14,6 +14,7 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.behaviour.forward_slot import ForwardSlot
+from sfast_ext.call_signature import copied
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.plans.graph_pool import pool_of
@@ -64,6 +65,7 @@ class ModelState(Generic[A]):
         lock: held while plans are added or removed.
         small: a device, and whether it is small for the model, see `residency.is_small`; None: not known yet.
         streams: whether forwards read weights from system memory for which the GPU has no room.
+        lean_failed: whether a plan could not be made while weights stayed in system memory, see `lean_calls`.
         builds_in: the thread that builds a plan of this model; None: none does.
         build_lock: held by the thread that builds a plan. One plan is built at a time, of all models: torch's modes for
             recording are one stack for all threads, and builds are timed.
@@ -75,7 +77,7 @@ class ModelState(Generic[A]):
         self.lock = threading.RLock()
         self.arena = WeightArena(module, self.turn)
         self.eight_bits = EightBits()
-        self.streams = False
+        self.streams = self.lean_failed = False
         self.builds_in: int | None = None
         self.small: tuple[torch.device, bool] | None = None
         self.build_lock = _BUILDING
@@ -164,6 +166,11 @@ class ModuleContext:
             first = next((p for p in self.module.parameters() if not resident.is_aside(p)), first)
         return first.device if first is not None else None
 
+    def unconsumed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of which a run of the original takes nothing away, see `Hooks.consumed`."""
+        consumed = self.hooks.consumed
+        return {k: copied(v) if k in consumed else v for k, v in kwargs.items()} if consumed else kwargs
+
     def run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward that reads the module's parameters, and is no plan."""
         if not self.arena.resident or self.arena.resident.is_streamed:
@@ -196,6 +203,13 @@ class ModuleContext:
         that cannot be run so."""
         return self._streamed(forward, args, kwargs)
 
+    def run_by_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`run_streamed` for a forward that asks where weights of a layer are, or writes to them. In one thread at a
+        time."""
+        # before the gate, which another thread may wait for
+        with self.arena.resident.alone:
+            return self._streamed(forward, args, kwargs, by_layer=True)
+
     def _streamed(self, forward: Callable[..., Any], args: Any, kwargs: Any, by_layer: bool = False) -> Any:
         with self.arena.order.host():
             if not self.arena.resident.out(self.device()):
@@ -207,9 +221,7 @@ class ModuleContext:
         """Run a forward while weights stay in system memory, for all of which the GPU has no room."""
         self.tell_short()
         try:
-            # before the gate, which another thread may wait for
-            with self.arena.resident.alone:
-                return self._streamed(forward, args, kwargs, by_layer=True)
+            return self.run_by_layer(forward, *args, **kwargs)
         except NotStreamed as exc:
             raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {reasons.STREAMS()} ({exc})") from exc
 
