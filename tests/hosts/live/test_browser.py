@@ -119,10 +119,10 @@ def test_sizes_are_prepared_measured_and_cancelled(page: Page) -> None:
     page.until(lambda: page.page.evaluate(FOCUSED) == "stable_fast_sizes", "the cursor is in the field", 10)
     page.picture("fault")
     page.fill("#stable_fast_sizes textarea", "256x256")
-    page.fill("#stable_fast_pictures textarea", "none")
+    page.fill("#stable_fast_images textarea", "none")
     page.click("#stable_fast_prepare")
-    page.until(lambda: page.page.evaluate(FOCUSED) == "stable_fast_pictures", "the cursor is in the other field", 10)
-    page.fill("#stable_fast_pictures textarea", "1")
+    page.until(lambda: page.page.evaluate(FOCUSED) == "stable_fast_images", "the cursor is in the other field", 10)
+    page.fill("#stable_fast_images textarea", "1")
     page.accessible(page.tab)
 
 
