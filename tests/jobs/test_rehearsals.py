@@ -277,13 +277,13 @@ def sdnext(monkeypatch):
 
 def test_sdnext_prepares_and_measures_alike(sdnext):
     sdnext.modeldata.model_data.sd_model = pipeline()
-    sdnext.picture()
+    sdnext.image()
     session = sdnext.session
     session.rehearsals.prepare(from_text("128x128", "1"))
     (row,) = ended(session)["rows"]
     assert row["ready"], row
     captures = sdnext.captures()
-    sdnext.picture(width=16, height=16)
+    sdnext.image(width=16, height=16)
     assert sdnext.captures() == captures
     session.rehearsals.measure(from_text("128x128", "1"))
     (row,) = ended(session)["rows"]
