@@ -1,11 +1,11 @@
-"""Teaches a model of Stable Diffusion's shapes to write digits, so that pictures that are compared show something.
+"""Teaches a model of Stable Diffusion's shapes to write digits, so that images that are compared show something.
 
     python -m benchmarks.digits --model sd15 --out digits                 # on a GPU
     python -m sfast_ext quality --model ./digits --prompts digits/prompts.txt
     python -m benchmarks.digits --batch 128 --minutes 2 --out sfast_ext/tools/lib/digits.safetensors   # for `make demo`
 
 The digits are scikit-learn's, of 8×8 pixels (E. Alpaydin and C. Kaynak, UCI, 1998), enlarged and side by side. A latent
-is such a picture in four fixed shades. UNet and VAE's decoder are trained, VAE's encoder and text encoders stay random.
+is such an image in four fixed shades. UNet and VAE's decoder are trained, VAE's encoder and text encoders stay random.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from sfast_ext.tools.lib import machine, pipelines
 NAMES = ("tiny-sd15", "sd15", "tiny-sdxl", "sdxl")
 SHADES = (1.0, -1.0, 1.0, -1.0)
 MEAN, SPREAD = -0.6, 0.68
-"""Of the pictures' values from -1 to 1: latents have about the mean 0 and the variance 1, as those of a trained VAE."""
+"""Of the images' values from -1 to 1: latents have about the mean 0 and the variance 1, as those of a trained VAE."""
 PAPER, INK = (0.94, 0.91, 0.84), (0.08, 0.15, 0.36)
 NO_PROMPT = 0.1
-"""How often a picture is shown without its prompt, for guidance."""
+"""How often an image is shown without its prompt, for guidance."""
 LARGEST = 16
 """Height and width of a digit in a latent, at most."""
 VAE_SHARE = 0.2
@@ -42,7 +42,7 @@ VAE_SHARE = 0.2
 
 
 def load() -> tuple[torch.Tensor, torch.Tensor]:
-    """All pictures, (1797, 1, 8, 8) of values from -1 to 1, and which digit each is. They are scikit-learn's, which
+    """All images, (1797, 1, 8, 8) of values from -1 to 1, and which digit each is. They are scikit-learn's, which
     need not be importable.
 
     Raises:
@@ -58,28 +58,28 @@ def load() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Digits:
-    """All pictures, sorted by what they show."""
+    """All images, sorted by what they show."""
 
     def __init__(self, device: torch.device) -> None:
-        pictures, shown = load()
-        self._pictures = pictures[shown.argsort()].to(device)
+        images, shown = load()
+        self._images = images[shown.argsort()].to(device)
         self._counts = shown.bincount(minlength=10).to(device)
         self._first = self._counts.cumsum(0) - self._counts
 
     def written(self, shown: torch.Tensor, count: int) -> torch.Tensor:
-        """Of each digit of `shown` (n) so many pictures by chance, (n, count, 8, 8)."""
+        """Of each digit of `shown` (n) so many images by chance, (n, count, 8, 8)."""
         counts = self._counts[shown, None]
         # the product may round up to the count
         number = (torch.rand(len(shown), count, device=shown.device) * counts).long().clamp(max=counts - 1)
-        return self._pictures[self._first[shown, None] + number, 0]
+        return self._images[self._first[shown, None] + number, 0]
 
 
-def latents(pictures: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The latents (n, 4, height, width) of pictures (n, k, 8, 8), which lie side by side in cells, see `cells`."""
+def latents(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The latents (n, 4, height, width) of images (n, k, 8, 8), which lie side by side in cells, see `cells`."""
     size, (down, across) = cells(height, width)
-    large = F.interpolate(F.pad(pictures, (1, 1, 1, 1), value=-1.0), (size, size), mode="bicubic").clamp(-1, 1)
+    large = F.interpolate(F.pad(images, (1, 1, 1, 1), value=-1.0), (size, size), mode="bicubic").clamp(-1, 1)
     canvas = large.unflatten(1, (down, across)).transpose(2, 3).reshape(-1, 1, down * size, across * size)
-    shades = torch.tensor(SHADES, device=pictures.device).view(1, 4, 1, 1)
+    shades = torch.tensor(SHADES, device=images.device).view(1, 4, 1, 1)
     return (canvas - MEAN) / SPREAD * shades
 
 
@@ -112,7 +112,7 @@ class Conditions:
             self._context.append(context)
 
     def of(self, digits: torch.Tensor, height: int, width: int) -> dict[str, Any]:
-        """The UNet's keyword arguments for pictures of these digits, with latents of such a size."""
+        """The UNet's keyword arguments for images of these digits, with latents of such a size."""
         given: dict[str, Any] = {"encoder_hidden_states": torch.cat(self._context)[digits]}
         if self._xl:
             numbers = torch.tensor([[8.0 * height, 8.0 * width, 0.0, 0.0, 8.0 * height, 8.0 * width]])
@@ -165,7 +165,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=NAMES, default="tiny-sd15", help="the shapes (%(default)s)")
     parser.add_argument("--minutes", type=float, default=5.0, help="of training (%(default)s)")
     parser.add_argument("--steps", type=int, help="of each training, in place of --minutes")
-    parser.add_argument("--batch", type=int, default=32, help="pictures in a step (%(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="images in a step (%(default)s)")
     parser.add_argument(
         "--out", type=Path, required=True, help="a folder, as diffusers has it; *.safetensors: tiny-sd15's weights"
     )

@@ -41,7 +41,7 @@ def photograph(size: int) -> np.ndarray:
 
 
 def measured(pixels: np.ndarray, threads: list[int], times: int) -> dict[str, object]:
-    """The row of one picture."""
+    """The row of one image."""
     im, numbers = Image.fromarray(pixels), threads or [parallel_png._threads(pixels.size)]
     taken: dict[str, list[float]] = {}
     sizes: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""What it costs to ask for the status while pictures are made: `python -m benchmarks.status`.
+"""What it costs to ask for the status while images are made: `python -m benchmarks.status`.
 
 The adapter of AUTOMATIC1111 as it is, in the place that its tests make for it, with a real UNet. Two other processes
-ask `/sfast/v1/status`, so many times a second together. Pictures with that and without it follow each other in turns;
+ask `/sfast/v1/status`, so many times a second together. Images with that and without it follow each other in turns;
 the times of their steps are compared. Needs fastapi and uvicorn, which the WebUIs have.
 """
 
@@ -50,7 +50,7 @@ GPU_CALLS = ("is_available", "mem_get_info", "get_device_properties", "memory_re
 
 class Asked:
     """How often another process has asked. It counts in a file that both map: a message for each request would wake
-    a thread here, which takes time from the pictures as well."""
+    a thread here, which takes time from the images as well."""
 
     def __init__(self, port: int, rate: float) -> None:
         # named: Windows opens no file twice that goes with its handle
@@ -110,7 +110,7 @@ def served(source: api.Source) -> Iterator[int]:
 
 
 def steps_s(host: Host, size: int, steps: int) -> float:
-    """Seconds of the steps of one picture, the GPU's included."""
+    """Seconds of the steps of one image, the GPU's included."""
     began: list[float] = []
 
     def at(part: str) -> None:
@@ -119,7 +119,7 @@ def steps_s(host: Host, size: int, steps: int) -> float:
                 torch.cuda.synchronize()
             began.append(time.perf_counter())
 
-    host.picture(size, size, steps, at)
+    host.image(size, size, steps, at)
     return began[1] - began[0]
 
 

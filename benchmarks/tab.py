@@ -1,9 +1,9 @@
-"""What the badge and the tab show after pictures on this machine: `python -m benchmarks.tab FILE`.
+"""What the badge and the tab show after images on this machine: `python -m benchmarks.tab FILE`.
 
-Pictures of several sizes in the place that the tests make for AUTOMATIC1111's adapter, with a real UNet of random
+Images of several sizes in the place that the tests make for AUTOMATIC1111's adapter, with a real UNet of random
 weights, then *Measure* for the same sizes. FILE takes the status and the measurements as JSON.
 `tests/hosts/live/small_page.py` serves a page that shows them (SFAST_SMALL_PAGE_SHOWS=FILE), of which `photograph.py`
-takes the picture: so it has a GPU's times where there is none.
+takes the image: so it has a GPU's times where there is none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LIMIT_S = 600  # of the measurement
 
 
 def shown(model: str, sizes: str, steps: int, device: torch.device) -> dict[str, Any]:
-    """The status and the measurements, after two pictures of each size.
+    """The status and the measurements, after two images of each size.
 
     Args:
         sizes: as in the tab, "512x512, 768x512".
@@ -38,7 +38,7 @@ def shown(model: str, sizes: str, steps: int, device: torch.device) -> dict[str,
     host = open_host(parts, device, "none", 0.0, ours=True)
 
     def make(size: requests.Wanted) -> None:
-        host.picture(size.width, size.height, steps, lambda part: None)
+        host.image(size.width, size.height, steps, lambda part: None)
 
     try:
         session = host.session()

@@ -249,9 +249,9 @@ BIAS_DTYPE = Kind("cannot-be-recorded", "{} is called with a bias a tensor of {}
     "none, a tensor of floats and LowerTriangularMask can be recorded")
 BIAS_CLASS = Kind("cannot-be-recorded", "{} is called with a bias of class {}", BIAS_DTYPE.remedy)
 
-INACCURATE = Kind("different-picture",
+INACCURATE = Kind("different-image",
     "the accelerated step differs from the original by {:.2g}, more than the tolerance of {:g}")
-UNEXPLAINED = Kind("different-picture",
+UNEXPLAINED = Kind("different-image",
     "the accelerated step differs from the original by {:.2g}, more than rounding explains ({:.2g})")
 SLOWER = Kind("slower", "the accelerated step is slower than the original ({:.1f} ms against {:.1f} ms)")
 NO_ROOM = Kind("out-of-memory", "the GPU has too little memory left next to the model to prepare this size")

@@ -40,7 +40,7 @@ def net(seed=0):
     return Net().eval()
 
 
-def picture(n=2, size=8):
+def image(n=2, size=8):
     return torch.randn(n, 4, size, size)
 
 

@@ -15,9 +15,9 @@ from small_net import (
     Net,
     close,
     counters,
+    image,
     net,
     no_gradients,  # noqa: F401
-    picture,
     reasons,
     run_twice,
 )
@@ -56,7 +56,7 @@ def test_the_ldm_unet_is_captured_and_its_plan_gives_the_same():
     for parameter in unet.parameters():
         # its zero-initialised modules would hide most of the network
         parameter.copy_(torch.randn_like(parameter) * 0.05)
-    x, t, context = picture(), torch.tensor([3.0, 3.0]), torch.randn(2, 7, 16)
+    x, t, context = image(), torch.tensor([3.0, 3.0]), torch.randn(2, 7, 16)
     expected = unet(x, t, context=context)
     acc = accelerate(unet, CPU)
     close(run_twice(unet, x, t, context=context), expected)
@@ -67,7 +67,7 @@ def test_the_ldm_unet_is_captured_and_its_plan_gives_the_same():
 def test_no_timestep_is_baked_in(first):
     module, plain = net(), net()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     module(x, first)
     for step in (3, 11):
         t = torch.full_like(first, step) if torch.is_tensor(first) else type(first)(step)
@@ -80,7 +80,7 @@ def test_no_timestep_is_baked_in(first):
 def test_outputs_are_the_callers_own():
     module = net()
     accelerate(module, CPU)
-    x = picture()
+    x = image()
     first = run_twice(module, x, 1)
     kept = first.clone()
     second = module(x * 2, 1)
@@ -91,7 +91,7 @@ def test_outputs_are_the_callers_own():
 def test_weights_changed_in_any_way_are_seen_without_a_new_capture():
     module, plain = net(), net()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     run_twice(module, x, 1)
 
     def both(change):
@@ -109,7 +109,7 @@ def test_weights_changed_in_any_way_are_seen_without_a_new_capture():
 def test_weights_that_change_their_dtype_bring_a_new_plan():
     module, plain = net(), net()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     run_twice(module, x, 1)
     module.double(), plain.double()
 
@@ -123,7 +123,7 @@ def test_weights_that_change_their_dtype_bring_a_new_plan():
 def test_a_scalar_attribute_brings_another_plan_and_the_first_comes_back():
     module, plain = net(), net()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     for gain in (1.0, 2.0, 1.0, 2.0):
         module.gain = plain.gain = gain
         close(run_twice(module, x, 1), plain(x, 1))
@@ -133,7 +133,7 @@ def test_a_scalar_attribute_brings_another_plan_and_the_first_comes_back():
 def test_a_host_that_tells_generations_gets_the_cheap_key_between():
     module = net()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     acc.new_generation()
     run_twice(module, x, 1)
     module.gain = 2.0
@@ -152,7 +152,7 @@ def test_hooks_of_the_host_are_asked_at_each_call():
     module, plain = net(), net()
     hooks = Hooks(bypass_reason=lambda: state["reason"], prepare=prepare, key=lambda: state["key"])
     acc = accelerate(module, CPU, hooks=hooks)
-    x = picture()
+    x = image()
     for _ in range(3):
         ours = module(x, 1)
         plain.conv.bias.fill_(state["prepared"])
@@ -169,7 +169,7 @@ def test_hooks_of_the_host_are_asked_at_each_call():
 def test_the_cpu_is_not_used_unless_allowed():
     module = net()
     acc = accelerate(module)
-    module(picture(), 1)
+    module(image(), 1)
     assert "on the CPU" in reasons(acc) and not acc.plans
 
 
@@ -177,14 +177,14 @@ def test_gradients_go_to_the_original():
     module = net()
     acc = accelerate(module, CPU)
     with torch.enable_grad():
-        module(picture(), 1).sum().backward()
+        module(image(), 1).sum().backward()
     assert module.conv.weight.grad is not None and "gradients" in reasons(acc)
 
 
 def test_inference_mode_and_autocast():
     module, plain = net(), net()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     with torch.inference_mode():
         close(run_twice(module, x, 1), plain(x, 1))
     close(module(x, 1), plain(x, 1))
@@ -198,7 +198,7 @@ def test_inference_mode_and_autocast():
 def test_a_numerical_flag_of_torch_gets_a_plan_of_its_own(monkeypatch):
     module, plain = net(), net()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     close(run_twice(module, x, 1), plain(x, 1))
     cudnn = torch.backends.cudnn
     monkeypatch.setattr(cudnn, "deterministic", not cudnn.deterministic)
@@ -214,7 +214,7 @@ def test_plans_are_kept_up_to_a_number():
     module = net()
     acc = accelerate(module, Config(allow_cpu=True, max_plans=2))
     for size in (8, 12, 16):
-        run_twice(module, picture(size=size), 1)
+        run_twice(module, image(size=size), 1)
     assert len(acc.plans) == 2
     assert ["[2,4,12,12]" in p["signature"] or "[2,4,16,16]" in p["signature"] for p in acc.status()["plans"]] == [
         True,
@@ -225,19 +225,19 @@ def test_plans_are_kept_up_to_a_number():
 def test_other_kernels_mean_other_plans_but_a_budget_does_not():
     module = net()
     acc = accelerate(module, CPU)
-    run_twice(module, picture(), 1)
+    run_twice(module, image(), 1)
     acc.configure(Config(allow_cpu=True, graph_memory_mb=100))
     assert len(acc.plans) == 1
     acc.configure(Config(allow_cpu=True, triton=False))
     assert not acc.plans
-    run_twice(module, picture(), 1)
+    run_twice(module, image(), 1)
     assert counters(acc)["captures"] == 2
 
 
 def test_switched_off_is_the_original():
     module, plain = net(), net()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     run_twice(module, x, 1)
     acc.configure(Config(enabled=False, allow_cpu=True))
     close(module(x, 1), plain(x, 1))
@@ -285,7 +285,7 @@ def test_under_accelerates_hook(tiny_unet, unet_inputs):
 def test_a_copied_module_runs_its_own_weights():
     module = net()
     accelerate(module, CPU)
-    x = picture()
+    x = image()
     run_twice(module, x, 1)
     twin = copy.deepcopy(module)
     twin.conv.weight.zero_()
@@ -305,7 +305,7 @@ def test_another_wrapper_over_ours_survives_release():
     acc = accelerate(module, CPU)
     ours = module.forward
     module.forward = lambda *a, **k: ours(*a, **k) * 2
-    x = picture()
+    x = image()
     close(run_twice(module, x, 1), plain(x, 1) * 2)
     acc.release()
     close(module(x, 1), plain(x, 1) * 2)
@@ -314,7 +314,7 @@ def test_another_wrapper_over_ours_survives_release():
 def test_a_forward_that_somebody_kept_does_nothing_after_release():
     module, plain = net(), net()
     acc = accelerate(module, CPU)
-    kept, x = module.forward, picture()
+    kept, x = module.forward, image()
     run_twice(module, x, 1)
     acc.release()
     for _ in range(3):
@@ -350,7 +350,7 @@ def test_weights_on_another_device_mean_the_original_for_now(monkeypatch):
 
     module, plain = net(), net()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     run_twice(module, x, 1)
 
     def away(self):

@@ -343,7 +343,7 @@ def test_nothing_shines_through(background):
 def test_names_are_text(name):
     reason = {"reason": name + " 4x", "code": "a b", "calls": 3, "calls_last": 1, "seconds_ago": 5}
     badge = {"state": "original", "text": f"original: {name} 4x", "detail": name}
-    rows = [{"label": name, "size": "512x512", "pictures": 1, "ready": False, "reason": name}]
+    rows = [{"label": name, "size": "512x512", "images": 1, "ready": False, "reason": name}]
     job = {"kind": "measure", "state": "failed", "done": 1, "total": 1, "message": name, "rows": rows}
     kept = [{"when": name, "model": name, "gpu": name, "driver": name, "torch": name, "version": name, "rows": rows}]
     environment, unet = {"gpu": name, "torch": name}, {"name": name, "plans": [{**PLAN, "label": name}]}

@@ -293,10 +293,10 @@ def test_a_pillow_that_does_it_otherwise_keeps_its_writer(monkeypatch, broken):
 
 
 def test_several_images_at_once(ours):
-    pictures = [image(photograph((60 + n, 80), 3)) for n in range(8)]
-    expected = [stream(pillows(im)) for im in pictures]
+    images = [image(photograph((60 + n, 80), 3)) for n in range(8)]
+    expected = [stream(pillows(im)) for im in images]
     with ThreadPoolExecutor(8) as pool:
-        files = list(pool.map(saved, pictures))
+        files = list(pool.map(saved, images))
     assert [stream(file) for file in files] == expected and len(ours) == 8
 
 

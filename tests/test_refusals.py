@@ -11,9 +11,9 @@ from small_net import (
     Net,
     close,
     counters,
+    image,
     net,
     no_gradients,  # noqa: F401
-    picture,
     reasons,
     run_twice,
 )
@@ -27,7 +27,7 @@ from sfast_ext.plans.payback import REJECTED_FOR
 def test_a_foreign_patch_inside_means_the_original_and_is_named():
     module = net()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     run_twice(module, x, 1)
     original = module.conv.forward
 
@@ -45,7 +45,7 @@ def test_a_foreign_patch_inside_means_the_original_and_is_named():
 def test_a_class_patched_by_foreign_code_with_state_in_its_closure_means_the_original(monkeypatch):
     module = net()
     acc = accelerate(module, CPU)
-    x, state = picture(), {"k": 1.0}
+    x, state = image(), {"k": 1.0}
     run_twice(module, x, 1)
     source = "def make(f, state):\n    return lambda self, x: f(self, x) * state['k']\n"
     exec(compile(source, "/webui/scripts/zz_scaler.py", "exec"), scope := {"__name__": "zz_scaler"})
@@ -63,7 +63,7 @@ def test_a_host_can_vouch_for_a_patch():
     acc = accelerate(module, CPU, hooks=Hooks(recognised=lambda m, kind, f: kind == "forward"))
     original = module.conv.forward
     module.conv.forward = lambda x: original(x) * 2
-    x = picture()
+    x = image()
     close(run_twice(module, x, 1), Net.forward(module, x, 1))
     assert counters(acc) == {"captures": 1, "eager_runs": 1}
 
@@ -73,7 +73,7 @@ def test_a_plan_outlasts_the_exchange_of_transparent_forwards_alone(transparent)
     module = net()
     vouch = lambda m, kind, f: kind == "forward"
     acc = accelerate(module, CPU, hooks=Hooks(recognised=vouch, transparent=vouch if transparent else None))
-    original, x = module.conv.forward, picture()
+    original, x = module.conv.forward, image()
     for factor in (1, 1) if transparent else (2, 3):
         module.conv.forward = lambda x, factor=factor: original(x) * factor
         close(run_twice(module, x, 1), Net.forward(module, x, 1))
@@ -83,7 +83,7 @@ def test_a_plan_outlasts_the_exchange_of_transparent_forwards_alone(transparent)
 def test_reasons_are_those_of_the_last_generations():
     module = net()
     acc = accelerate(module, CPU)
-    args = picture(), torch.tensor([1, 2])
+    args = image(), torch.tensor([1, 2])
     module.conv.forward = lambda x: nn.Conv2d.forward(module.conv, x)
     for _ in range(2):
         acc.new_generation()
@@ -105,7 +105,7 @@ def test_a_forward_that_branches_on_a_number_gets_it_into_the_signature():
     torch.manual_seed(0)
     module = Branching().eval()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     for scale in (1.0, 1.0, 0.1, 0.1, 1.0, 0.1):
         close(
             module(x, torch.tensor(1), scale=scale),
@@ -121,7 +121,7 @@ def test_a_number_that_changes_at_every_call_ends_the_capturing():
 
     module = Branching().eval()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     for i in range(10):
         close(
             module(x, torch.tensor(1), scale=1.0 + i),
@@ -139,7 +139,7 @@ def test_a_model_that_changes_is_named_if_its_calls_were_seen_before():
 
     module = Scaled().eval()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     for i in range(8):
         module.k = 1.0 + i
         acc.new_generation()
@@ -157,7 +157,7 @@ def test_what_is_refused_is_not_tried_again():
 
     module = Reading().eval()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     for _ in range(4):
         assert torch.equal(module(x, torch.tensor(1)), Reading.forward(module, x, torch.tensor(1)))
     assert reasons(acc).count("reads a value") == 1 and "captures" not in counters(acc)
@@ -177,7 +177,7 @@ def test_what_was_refused_is_looked_at_again_when_the_behaviour_changes(ticks):
     torch.manual_seed(0)
     module = Moody().eval()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     for mode in (0, 1, 0, 1):
         module.mode = mode
         if ticks:
@@ -207,7 +207,7 @@ def test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone(monkeypatch
     torch.manual_seed(0)
     module = Layered().eval()
     acc = accelerate(module, CPU)
-    args = picture(), torch.tensor([1, 2])
+    args = image(), torch.tensor([1, 2])
     acc.new_generation()
     with monkeypatch.context() as laid:
         laid.setenv(PATCHED, "1")
@@ -226,7 +226,7 @@ def test_what_stays_refused_is_tried_ever_less_often(monkeypatch):
     monkeypatch.setitem(REGISTERED, "activation", lambda x: x * x.sum().item())
     module = Layered().eval()
     acc = accelerate(module, CPU)
-    args = picture(), torch.tensor([1, 2])
+    args = image(), torch.tensor([1, 2])
     tried = []
     for generation in range(4 * REJECTED_FOR):
         acc.new_generation()
@@ -246,7 +246,7 @@ def test_another_function_in_the_place_of_pytorchs_attention_is_captured_anew(mo
     torch.manual_seed(0)
     module = Attentive().eval()
     acc = accelerate(module, CPU)
-    x, stock = picture(), nn.functional.scaled_dot_product_attention
+    x, stock = image(), nn.functional.scaled_dot_product_attention
     functions = {"stock": stock, "another": lambda q, k, v: 2 * stock(q, k, v, scale=1.0)}
     results = {}
     for name in ("stock", "another", "stock", "another"):

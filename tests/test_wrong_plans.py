@@ -11,9 +11,9 @@ from small_net import (
     Net,
     close,
     counters,
+    image,
     net,
     no_gradients,  # noqa: F401
-    picture,
     reasons,
     run_twice,
 )
@@ -36,7 +36,7 @@ def test_a_plan_that_differs_is_discarded_and_the_original_goes_on(monkeypatch):
     monkeypatch.setattr(plan_maker, "run_passes", spoil)
     module, plain = net(), net()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     for _ in range(3):
         assert torch.equal(module(x, 1), plain(x, 1))
     assert "differs from the original" in reasons(acc) and not acc.plans
@@ -46,7 +46,7 @@ def test_a_plan_that_differs_is_discarded_and_the_original_goes_on(monkeypatch):
 def test_a_plan_whose_known_error_is_over_a_new_tolerance_is_used_no_more():
     module = net()
     acc = accelerate(module, CPU)
-    args = picture(), torch.tensor([1, 2])
+    args = image(), torch.tensor([1, 2])
     run_twice(module, *args)
     (plan,) = acc.plans.values()
     plan.error = 0.01
@@ -69,7 +69,7 @@ def test_a_plan_whose_known_error_is_over_a_new_tolerance_is_used_no_more():
 def test_always_checking_catches_a_plan_gone_wrong_later():
     module, plain = net(), net()
     acc = accelerate(module, Config(allow_cpu=True, check="always"))
-    x = picture()
+    x = image()
     run_twice(module, x, 1)
     (plan,) = acc.plans.values()
     run = plan._function
@@ -98,7 +98,7 @@ def test_an_exception_of_ours_never_ends_a_generation(room, stage, monkeypatch):
     module, plain = net(), net()
     monkeypatch.setattr(room, stage, broken)
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     for _ in range(3):
         close(module(x, 1), plain(x, 1))
     assert "injected" in str(acc.report.as_dict()["last_error"]["message"])
@@ -111,7 +111,7 @@ def test_an_exception_of_ours_never_ends_a_generation(room, stage, monkeypatch):
 def test_an_exception_in_a_replay_goes_to_the_original(monkeypatch):
     module, plain = net(), net()
     acc = accelerate(module, CPU)
-    x = picture()
+    x = image()
     run_twice(module, x, 1)
     (plan,) = acc.plans.values()
 
@@ -146,7 +146,7 @@ def test_what_the_hosts_own_forward_raises_too_is_no_error_of_ours(fails):
     torch.manual_seed(0)
     module, broken = Failing().eval(), False
     acc = accelerate(module, CPU, hooks=Hooks(prepare=prepare))
-    args = picture(), torch.tensor([1, 2])
+    args = image(), torch.tensor([1, 2])
     run_twice(module, *args)
     broken = True
     if fails == "the host's hook":

@@ -18,7 +18,7 @@ WHAT = "attention"
 BEGIN, END = "<!-- ampere attention: begin -->", "<!-- ampere attention: end -->"
 SHAPES = ((8, 4096, 4096, 40), (8, 1024, 1024, 80), (8, 256, 256, 160), (8, 4096, 77, 40),
           (10, 4096, 4096, 64), (20, 1024, 1024, 64), (20, 1024, 77, 64))  # fmt: skip
-"""Heads, rows, keys and head dimension of SD 1.5 (512x512) and SDXL (1024x1024), two pictures."""
+"""Heads, rows, keys and head dimension of SD 1.5 (512x512) and SDXL (1024x1024), two images."""
 OURS = "mma_attention"
 BACKENDS = {
     "FlashAttention-2": "FLASH_ATTENTION",

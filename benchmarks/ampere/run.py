@@ -42,7 +42,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 BEGIN, END = "<!-- ampere: begin -->", "<!-- ampere: end -->"
 CONVOLUTIONS = ((320, 64, 320), (640, 32, 640), (1280, 16, 1280), (2560, 16, 1280), (640, 64, 320),
                 (320, 128, 320), (640, 64, 640), (1280, 32, 1280), (640, 128, 320), (2560, 32, 1280))  # fmt: skip
-"""Channels, height and width, and channels of the result of the ten commonest 3x3 convolutions, two pictures."""
+"""Channels, height and width, and channels of the result of the ten commonest 3x3 convolutions, two images."""
 _HOPPER = re.compile(r"sm90|sm_90|nvjet|gmma", re.I)
 _AMPERE = re.compile(r"ampere|sm8\d|_80_|16816|cutlass", re.I)
 _FINALISTS = 3

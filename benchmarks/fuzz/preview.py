@@ -1,4 +1,4 @@
-"""A live preview: a small decoder that works beside the picture, in a thread and on a stream of its own."""
+"""A live preview: a small decoder that works beside the image, in a thread and on a stream of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sfast_ext.runtime.verify import relative_error
 
 # its libraries may choose another algorithm when memory is short
 TOLERANCE = 0.02
-# one picture in so many draws random numbers, from the generator that everybody shares
+# one image in so many draws random numbers, from the generator that everybody shares
 DRAWING = 10
 
 
@@ -22,7 +22,7 @@ class Preview(threading.Thread):
 
     Args:
         channels, size: of the decoder and of its latents.
-        pause: seconds between two pictures.
+        pause: seconds between two images.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Preview(threading.Thread):
         self._entry = random(channels, 4, 3, 3)
         self._stages = [random(channels, channels, 3, 3) for _ in range(3)]
         self._exit = random(3, channels, 3, 3)
-        self.pictures = 0
+        self.images = 0
         self.faults: list[str] = []
 
     def __enter__(self) -> Preview:
@@ -54,7 +54,7 @@ class Preview(threading.Thread):
         self.join()
 
     def decode(self) -> torch.Tensor:
-        """One picture; by functions alone, taken when this was imported: those in torch may be replaced by now."""
+        """One image; by functions alone, taken when this was imported: those in torch may be replaced by now."""
         x = conv2d(self._latents, self._entry, padding=1)
         for weight in self._stages:
             x = interpolate(silu(x), scale_factor=2.0)
@@ -68,17 +68,17 @@ class Preview(threading.Thread):
         with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
             while not self._ended.wait(self._pause):
                 try:
-                    picture = self.decode().float()
-                    if self.pictures % DRAWING == 0:
+                    image = self.decode().float()
+                    if self.images % DRAWING == 0:
                         torch.randn(8, device=self._device)
                     # sizes of its own, that come and go
-                    torch.empty((1 + self.pictures % 7) << 20, dtype=torch.uint8, device=self._device).zero_()
-                    shown = picture.cpu()
+                    torch.empty((1 + self.images % 7) << 20, dtype=torch.uint8, device=self._device).zero_()
+                    shown = image.cpu()
                 except Exception as exc:
-                    self.faults.append(f"picture {self.pictures} of the preview failed: {type(exc).__name__}: {exc}")
+                    self.faults.append(f"image {self.images} of the preview failed: {type(exc).__name__}: {exc}")
                     return
                 expected = shown if expected is None else expected
                 error = relative_error([shown], [expected])
                 if not error <= TOLERANCE:
-                    self.faults.append(f"picture {self.pictures} of the preview differs from the first by {error:.3g}")
-                self.pictures += 1
+                    self.faults.append(f"image {self.images} of the preview differs from the first by {error:.3g}")
+                self.images += 1

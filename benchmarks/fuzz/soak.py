@@ -178,7 +178,7 @@ class Soak:
         return seen, least
 
     def change(self, kind: str) -> None:
-        """Something that a user does between two pictures."""
+        """Something that a user does between two images."""
         self.kinds[kind] += 1
         self.look()
         was = self.weights
@@ -193,7 +193,7 @@ class Soak:
         self.accelerator.configure(replace(self.config, enabled=self.enabled))
 
     @torch.no_grad()
-    def picture(self, request: int, steps: int) -> None:
+    def image(self, request: int, steps: int) -> None:
         """So many calls of one request."""
         for _ in range(steps):
             variant = self.chance.randrange(VARIANTS)
@@ -250,7 +250,7 @@ class Soak:
             {
                 "seconds": round(time.perf_counter() - self.started, 1),
                 "calls": self.calls,
-                "previews": preview.pictures,
+                "previews": preview.images,
                 "captures": self.counter("captures"),
                 "graph_captures": self.counter("graph_captures"),
                 "evictions": self.counter("evictions"),
@@ -277,21 +277,21 @@ class Soak:
         """Everything that there is to do, twice."""
         for _ in range(2):
             for request in range(len(self.requests)):
-                self.picture(request, 3)
+                self.image(request, 3)
             for kind in KINDS:
                 self.change(kind)
-                self.picture(0, 3)
+                self.image(0, 3)
         self.change("nothing")
         self.look()
 
     def run(self, minutes: float, calls: int, every: float, preview: Preview) -> None:
-        """Pictures at random until both are reached."""
+        """Images at random until both are reached."""
         self.warm_up()
         self.measure(preview)
         until, next_look = self.started + 60 * minutes, time.perf_counter() + every
         while (time.perf_counter() < until or self.calls < calls) and len(self.faults) < 20:
             self.change(self.chance.choices(list(KINDS), list(KINDS.values()))[0])
-            self.picture(self.chance.randrange(len(self.requests)), self.chance.randint(*STEPS))
+            self.image(self.chance.randrange(len(self.requests)), self.chance.randint(*STEPS))
             if time.perf_counter() >= next_look:
                 self.measure(preview)
                 next_look = time.perf_counter() + every
@@ -317,7 +317,7 @@ def judge(soak: Soak, preview: Preview) -> tuple[dict[str, Any], list[str]]:
         "worst_error": soak.worst,
         "least_effect_of_other_weights": soak.least_effect,
         "changes": dict(soak.kinds),
-        "previews": preview.pictures,
+        "previews": preview.images,
         **{f"{name}_after_the_warm_up": last[name] - first[name] for name in ("captures", "graph_captures")},
         "evictions": last["evictions"],
         "seconds": round(time.perf_counter() - soak.started, 1),
@@ -335,8 +335,8 @@ def judge(soak: Soak, preview: Preview) -> tuple[dict[str, Any], list[str]]:
     host = found["memory"]["host_mb"]
     if host and host["end"] > host["after the warm-up"] + HOST_SLACK_MB:
         faults.append(f"the memory of the process went on growing: {host}")
-    if not preview.pictures:
-        faults.append("the preview made no picture")
+    if not preview.images:
+        faults.append("the preview made no image")
     report = soak.accelerator.report.as_dict()
     since_start = report["reasons_since_start"].items()
     faults += [f"the original forward ran {count} times: {reason}" for reason, count in since_start]

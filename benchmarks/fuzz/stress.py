@@ -39,7 +39,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="sd15", choices=models.NAMES)
-    parser.add_argument("--tiny", action="store_true", help="the tiny shape of the model and small pictures")
+    parser.add_argument("--tiny", action="store_true", help="the tiny shape of the model and small images")
     parser.add_argument("--lora", type=int, default=200, help="LoRA changes (%(default)s)")
     parser.add_argument("--sizes", type=int, default=30, help="sizes (%(default)s)")
     parser.add_argument("--checkpoints", type=int, default=10, help="checkpoint swaps (%(default)s)")

@@ -31,8 +31,8 @@ LONGEST = 100
 
 def title(found: dict[str, Any]) -> str:
     """The heading of one profile."""
-    pictures = f", {found['images']} pictures" if found["images"] > 1 else ""
-    return ", ".join([f"{found['model']}, {found['width']}×{found['height']}{pictures}", *ways.words_of(found)])
+    images = f", {found['images']} images" if found["images"] > 1 else ""
+    return ", ".join([f"{found['model']}, {found['width']}×{found['height']}{images}", *ways.words_of(found)])
 
 
 def section(found: dict[str, Any]) -> str:

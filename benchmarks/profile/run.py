@@ -322,7 +322,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="sd15", choices=models.NAMES + models.TINY_NAMES)
     parser.add_argument("--size", type=cli.size, metavar="WxH", help="default: 1024x1024 for SDXL, else 512x512")
-    parser.add_argument("--images", type=int, default=1, help="pictures at once (%(default)s)")
+    parser.add_argument("--images", type=int, default=1, help="images at once (%(default)s)")
     cli.add_stack(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the profile there")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""How a WebUI makes a picture of a model's parts, and where it has them meanwhile.
+"""How a WebUI makes an image of a model's parts, and where it has them meanwhile.
 
 The WebUIs themselves need more than torch: they are stood in for by what the tests of the adapters have, with the
 adapters as they are.
@@ -29,7 +29,7 @@ A1111_MODES = ("none", "medvram", "medvram-sdxl", "lowvram")
 MODES = (*A1111_MODES, "balanced")
 
 At = Callable[[str], None]
-"""Called when a part of a picture begins, with its name; a step of the sampler is called STEP."""
+"""Called when a part of an image begins, with its name; a step of the sampler is called STEP."""
 STEP = "a step"
 
 
@@ -42,8 +42,8 @@ class Host:
         """What the UNet's weights had of the GPU at the end of the last image's steps, those in 8 bits included."""
 
     @torch.no_grad()
-    def picture(self, width: int, height: int, steps: int, at: At) -> torch.Tensor:
-        """Make one from the prompt to the decoded picture; returns its latent, on the CPU."""
+    def image(self, width: int, height: int, steps: int, at: At) -> torch.Tensor:
+        """Make one from the prompt to the decoded image; returns its latent, on the CPU."""
         at("the prompt")
         given = conditioning(self.parts, self.encode(self.parts.ids(self.device)), width, height)
         latent = self.parts.latent(width, height).to(self.device, self.dtype)
@@ -78,11 +78,11 @@ class Host:
         raise NotImplementedError
 
     def decode(self, latent: torch.Tensor) -> torch.Tensor:
-        """The picture of a latent."""
+        """The image of a latent."""
         return self.parts.vae.decode(latent, return_dict=False)[0]
 
     def end(self) -> None:
-        """After a picture: what is not needed goes back to the driver."""
+        """After an image: what is not needed goes back to the driver."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -241,12 +241,12 @@ class SDNext(Host):
             nn.Module.to(module, "cpu")
         sd_models.load_model(self.pipe)
 
-    def picture(self, width: int, height: int, steps: int, at: At) -> torch.Tensor:
+    def image(self, width: int, height: int, steps: int, at: At) -> torch.Tensor:
         from modules import script_callbacks
 
         script_callbacks.fire("before_process", SimpleNamespace(batch_size=1))
         self._offload.apply_balanced_offload(self.pipe)
-        return super().picture(width, height, steps, at)
+        return super().image(width, height, steps, at)
 
     def encode(self, ids: torch.Tensor) -> list[Any]:
         return [encoder(ids, output_hidden_states=True) for encoder in self.parts.encoders]

@@ -1,4 +1,4 @@
-"""The life of one case: pictures in a row, another size, and back; what each took, and whether memory ran out."""
+"""The life of one case: images in a row, another size, and back; what each took, and whether memory ran out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MB = 1 << 20
 
 
 class Watch:
-    """Times the parts of one picture: steps by events on a GPU, with no waiting between them, the rest by the clock.
+    """Times the parts of one image: steps by events on a GPU, with no waiting between them, the rest by the clock.
     Reads the peaks of memory in each part."""
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class Watch:
         return f"step {self.steps}" if self.now == STEP else self.now
 
     def row(self) -> Row:
-        """What was measured; the picture is made."""
+        """What was measured; the image is made."""
         self._end_of_part()
         row: Row = {"seconds": round(time.perf_counter() - self._begun, 4)}
         for part, name in (("the prompt", "prompt_s"), ("the VAE", "vae_s")):
@@ -92,25 +92,25 @@ class Watch:
 def live(
     host: Host, sizes: Sequence[tuple[int, int]], steps: int, keep: Callable[[list[Row], list[Any]], None]
 ) -> tuple[list[Row], list[Any]]:
-    """Make a picture of each size, one after another.
+    """Make an image of each size, one after another.
 
     Args:
-        keep: handed the rows and latents that are there after each picture.
+        keep: handed the rows and latents that are there after each image.
 
     Returns:
-        A row for each picture, and its latent; None where there is none.
+        A row for each image, and its latent; None where there is none.
     """
     rows: list[Row] = []
     latents: list[Any] = []
     for width, height in sizes:
-        row, latent = _picture(host, width, height, steps)
+        row, latent = _image(host, width, height, steps)
         rows.append(row)
         latents.append(latent)
         keep(rows, latents)
     return rows, latents
 
 
-def _picture(host: Host, width: int, height: int, steps: int) -> tuple[Row, Any]:
+def _image(host: Host, width: int, height: int, steps: int) -> tuple[Row, Any]:
     gpu = host.device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -119,7 +119,7 @@ def _picture(host: Host, width: int, height: int, steps: int) -> tuple[Row, Any]
     row: Row = {"size": f"{width}x{height}"}
     latent = None
     try:
-        latent = host.picture(width, height, steps, watch.at)
+        latent = host.image(width, height, steps, watch.at)
         row |= watch.row()
     except Exception as exc:
         row["out_of_memory" if out_of_memory(exc) else "failed"] = watch.where()
@@ -127,7 +127,7 @@ def _picture(host: Host, width: int, height: int, steps: int) -> tuple[Row, Any]
         if not out_of_memory(exc):
             row["traceback"] = traceback.format_exc()[-2000:]
     if latent is None:
-        # after the handler: the exception kept the picture's tensors
+        # after the handler: the exception kept the image's tensors
         gc.collect()
         host.end()
     found = [*row.get("peaks_mb", {}).values(), *([peaks_mb()] if gpu else [])]

@@ -44,7 +44,7 @@ class Parts:
         return torch.randint(words, (2, models.TOKENS), generator=generator).to(device)
 
     def latent(self, width: int, height: int) -> torch.Tensor:
-        """The noise that a picture begins with, on the CPU."""
+        """The noise that an image begins with, on the CPU."""
         generator = torch.Generator().manual_seed(width * height)
         return torch.randn(1, self.unet.config.in_channels, height // 8, width // 8, generator=generator)
 

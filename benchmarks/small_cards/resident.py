@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from benchmarks.small_cards.run import ROOT, Case, errors, one
 from sfast_ext.eight_bits import SDXL_BYTES
 
-PICTURES, SECONDS = 3, 100.0
+IMAGES, SECONDS = 3, 100.0
 HALF_MB = SDXL_BYTES / 2**20
 """Of SDXL's UNet in half precision."""
 
@@ -98,7 +98,7 @@ def measure(
 
 def ended(folder: Path, number: int, process: subprocess.Popen[bytes], model: str, way: Way) -> dict[str, Any]:
     """The row of a way whose process is done, or is ended: the time is over."""
-    row: dict[str, Any] = {"pictures": []}
+    row: dict[str, Any] = {"images": []}
     if process.poll() is None:
         process.kill()
         process.wait()
@@ -130,22 +130,22 @@ def asked(rows: Mapping[str, dict[str, Any]]) -> Iterator[str]:
 
 def last(row: dict[str, Any] | None, key: str) -> float | None:
     """A figure of the last image of a way that made all of them."""
-    pictures = (row or {}).get("pictures", [])
-    return pictures[-1].get(key) if len(pictures) == PICTURES else None
+    images = (row or {}).get("images", [])
+    return images[-1].get(key) if len(images) == IMAGES else None
 
 
 def words(row: dict[str, Any]) -> str:
     """What came of a way, in a line or two."""
-    pictures = row["pictures"]
-    last_one = pictures[-1] if pictures else {}
-    said = f"{row['way']}: steps of {[p.get('step_ms') for p in pictures]} ms"
-    said += f", the first ones {[p.get('first_step_ms') for p in pictures]}"
-    said += f", images of {[p.get('seconds') for p in pictures]} s, reserved {[p.get('reserved_mb') for p in pictures]}"
-    said += f" MB, the UNet {[p.get('unet_mb') for p in pictures]} MB, of the last one {last_one.get('parts_s')} s"
+    images = row["images"]
+    last_one = images[-1] if images else {}
+    said = f"{row['way']}: steps of {[p.get('step_ms') for p in images]} ms"
+    said += f", the first ones {[p.get('first_step_ms') for p in images]}"
+    said += f", images of {[p.get('seconds') for p in images]} s, reserved {[p.get('reserved_mb') for p in images]}"
+    said += f" MB, the UNet {[p.get('unet_mb') for p in images]} MB, of the last one {last_one.get('parts_s')} s"
     said += f", peaks {last_one.get('peaks_mb')}"
-    counted = pictures[-1].get("counted") if pictures else None
+    counted = images[-1].get("counted") if images else None
     rest = {key: row.get(key) for key in ("failed", "out_of_memory", "message", "reasons", "last_error", "events")}
-    failed = [p.get("out_of_memory") or p.get("failed") for p in pictures]
+    failed = [p.get("out_of_memory") or p.get("failed") for p in images]
     return f"{said}\n    {counted} {failed} {({key: value for key, value in rest.items() if value})}"
 
 
@@ -167,7 +167,7 @@ def main(given: Sequence[str] | None = None) -> int:
         def turn() -> contextlib.AbstractContextManager[None]:
             return in_turn(args.out, args.one)
 
-        one(Case(way.card, args.model, way.mode), True, args.steps, file, way.eight_bits, PICTURES, turn)
+        one(Case(way.card, args.model, way.mode), True, args.steps, file, way.eight_bits, IMAGES, turn)
         return 0
     measure(args.model, WAYS[: args.ways], args.steps, args.json, args.seconds)
     return 0

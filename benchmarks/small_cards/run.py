@@ -1,4 +1,4 @@
-"""Whole pictures on cards of 4 to 12 GB, emulated on a larger GPU, without the extension and with it.
+"""Whole images on cards of 4 to 12 GB, emulated on a larger GPU, without the extension and with it.
 
     python -m benchmarks.small_cards                                       # all cases, at most 8 minutes
     python -m benchmarks.small_cards --card 8 --model sdxl --mode medvram-sdxl
@@ -6,7 +6,7 @@
     python -m benchmarks.small_cards --page benchmarks/results/small-cards-*.json
 
 Each case runs in two processes of its own. Without a flag, with --medvram and --lowvram it is AUTOMATIC1111, with
-`balanced` SD.Next. Five pictures: two of a size, two of another, and the first size again. What was measured is written
+`balanced` SD.Next. Five images: two of a size, two of another, and the first size again. What was measured is written
 to benchmarks/results/small-cards-<gpu>.json after each process, where rows of other cases stay; --page puts it into
 docs/small-cards.md.
 """
@@ -73,7 +73,7 @@ SIZES = {"sd15": [(512, 512), (512, 768)], "sdxl": [(1024, 1024), (832, 1216)]}
 
 
 def sizes(model: str) -> list[tuple[int, int]]:
-    """Those of the pictures, in their order."""
+    """Those of the images, in their order."""
     first, other = SIZES.get(model, [(64, 64), (64, 96)])
     return [first, first, other, other, first]
 
@@ -84,19 +84,19 @@ def one(
     steps: int,
     file: Path,
     eight_bits: bool = False,
-    pictures: int | None = None,
+    images: int | None = None,
     turn: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> None:
     """Live a case in this process, and write what came of it, also where it fails.
 
     Args:
-        pictures: only so many, all of the first size.
-        turn: within it the pictures are made.
+        images: only so many, all of the first size.
+        turn: within it the images are made.
     """
-    row: dict[str, Any] = {"pictures": []}
+    row: dict[str, Any] = {"images": []}
 
     def keep(rows: list[life.Row], latents: list[Any]) -> None:
-        row["pictures"] = rows
+        row["images"] = rows
         torch.save(latents, file.with_suffix(".latents"))
         file.write_text(json.dumps(row), encoding="utf-8")
 
@@ -122,13 +122,13 @@ def one(
             row["ready_s"] = round(time.perf_counter() - began, 2)
             with turn():
                 made = sizes(case.model)
-                life.live(host, made if pictures is None else made[:1] * pictures, steps, keep)
+                life.live(host, made if images is None else made[:1] * images, steps, keep)
             row |= life.told(host)
     except ImportError as exc:
         row["missing"] = f"{type(exc).__name__}: {exc}"
     except Exception as exc:
         where = "out_of_memory" if out_of_memory(exc) else "failed"
-        row[where] = "loading" if not row["pictures"] else "the end"
+        row[where] = "loading" if not row["images"] else "the end"
         row["message"] = f"{type(exc).__name__}: {exc}"[:1000]
         row["traceback"] = traceback.format_exc()[-3000:]
     row["process_s"] = round(time.perf_counter() - began, 2)
@@ -148,7 +148,7 @@ def in_process(case: Case, way: str, steps: int, file: Path, timeout: float) -> 
         ended = {"failed": f"took longer than {timeout:.0f} s"}
     except OSError as exc:
         ended = {"failed": f"did not start: {exc}"}
-    found: dict[str, Any] = {"pictures": []}
+    found: dict[str, Any] = {"images": []}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -157,7 +157,7 @@ def in_process(case: Case, way: str, steps: int, file: Path, timeout: float) -> 
 
 
 def errors(stock: Path, ours: Path) -> list[float | None]:
-    """How far the latents of two lives are apart, picture by picture; None where one has none."""
+    """How far the latents of two lives are apart, image by image; None where one has none."""
     try:
         pairs = zip(*(torch.load(file.with_suffix(".latents")) for file in (stock, ours)))
         return [None if a is None or b is None else relative_error([b], [a]) for a, b in pairs]
@@ -206,7 +206,7 @@ def measure(
                 left = until - time.monotonic()
                 share = left / (len(WAYS) * (len(cases) - number) - turn)
                 if left < 15:
-                    row = {**case._asdict(), "way": way, "steps": steps, "pictures": [], "missing": "the time was over"}
+                    row = {**case._asdict(), "way": way, "steps": steps, "images": [], "missing": "the time was over"}
                 else:
                     row = in_process(case, way, steps, into, min(max(PROCESS_S, share), left))
                 if way == "ours":
@@ -226,7 +226,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--card", type=float, metavar="GB", help="only this card")
     parser.add_argument("--model", choices=NAMES, help="only this model")
     parser.add_argument("--mode", choices=MODES, help=f"only this; {', '.join(A1111_MODES)} are AUTOMATIC1111's")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each picture (%(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each image (%(default)s)")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="no case begins after these (%(default)s)")
     parser.add_argument(
         "--page", type=Path, nargs="+", metavar="FILE", help="write docs/small-cards.md; measure nothing"

@@ -10,7 +10,7 @@ from benchmarks import marks
 
 PAGE = Path(__file__).parents[2] / "docs" / "small-cards.md"
 NOISE = 1.05
-"""A picture may take so many times the WebUI's own time."""
+"""An image may take so many times the WebUI's own time."""
 CLOSE = 0.1
 """Latents may be so far apart after all steps: the roundings of half precision add up from step to step."""
 HEAD = (
@@ -19,8 +19,8 @@ HEAD = (
     "WebUI",
     "out of memory",
     "a step, ms",
-    "a picture, s",
-    "first picture, s",
+    "an image, s",
+    "first image, s",
     "reserved, MB",
     "allocated, MB",
     "graphs, MB",
@@ -53,33 +53,33 @@ def name(row: Row) -> str:
 def ended(row: Row) -> str | None:
     """Why a life has no result, or not all of it; None where it has."""
     return (
-        row.get("missing") or row.get("failed") or next((p["failed"] for p in row["pictures"] if "failed" in p), None)
+        row.get("missing") or row.get("failed") or next((p["failed"] for p in row["images"] if "failed" in p), None)
     )
 
 
 def ran_out(row: Row) -> list[str]:
-    """Where memory ran out, each place once: at loading, or in a picture."""
+    """Where memory ran out, each place once: at loading, or in an image."""
     places = [row["out_of_memory"]] if "out_of_memory" in row else []
-    places += [f"{p['out_of_memory']} ({p['size']})" for p in row["pictures"] if "out_of_memory" in p]
+    places += [f"{p['out_of_memory']} ({p['size']})" for p in row["images"] if "out_of_memory" in p]
     return list(dict.fromkeys(places))
 
 
 def later(row: Row) -> list[Row]:
-    """The pictures that were not the first of their size."""
+    """The images that were not the first of their size."""
     seen: set[str] = set()
     found = []
-    for picture in row["pictures"]:
-        if picture["size"] in seen:
-            found.append(picture)
-        seen.add(picture["size"])
+    for image in row["images"]:
+        if image["size"] in seen:
+            found.append(image)
+        seen.add(image["size"])
     return found
 
 
 def mean(row: Row, field: str) -> float | None:
-    """Of the pictures that were not the first of their size; None where one of them has no such value."""
-    pictures = later(row)
-    values = [float(picture[field]) for picture in pictures if picture.get(field) is not None]
-    return sum(values) / len(values) if values and len(values) == len(pictures) else None
+    """Of the images that were not the first of their size; None where one of them has no such value."""
+    images = later(row)
+    values = [float(image[field]) for image in images if image.get(field) is not None]
+    return sum(values) / len(values) if values and len(values) == len(images) else None
 
 
 def verdicts(stock: Row, ours: Row) -> list[tuple[bool, str]]:
@@ -93,15 +93,15 @@ def verdicts(stock: Row, ours: Row) -> list[tuple[bool, str]]:
     found = []
     if "out_of_memory" in ours and "out_of_memory" not in stock:
         found.append((False, f"{case}: out of memory at {ours['out_of_memory']}, the WebUI alone is not"))
-    for number, (theirs, mine) in enumerate(zip(stock["pictures"], ours["pictures"]), 1):
+    for number, (theirs, mine) in enumerate(zip(stock["images"], ours["images"]), 1):
         if "out_of_memory" in mine and "out_of_memory" not in theirs:
-            found.append((False, f"{case}: picture {number} out of memory at {mine['out_of_memory']}"))
+            found.append((False, f"{case}: image {number} out of memory at {mine['out_of_memory']}"))
     if not found:
         both = "neither" if not ran_out(stock) else "no more than the WebUI alone"
         found.append((True, f"{case}: out of memory: {both}"))
     times = mean(stock, "seconds"), mean(ours, "seconds")
     if times[0] and times[1]:
-        words = f"{case}: a picture {times[1]:.2f} s, the WebUI alone {times[0]:.2f} s"
+        words = f"{case}: an image {times[1]:.2f} s, the WebUI alone {times[0]:.2f} s"
         found.append((times[1] <= NOISE * times[0], words))
     apart = [error for error in ours.get("errors", ()) if error is not None]
     if apart:
@@ -139,9 +139,9 @@ def write(results: Sequence[Row], page: Path = PAGE) -> None:
 
 
 def _cells(stock: Row, ours: Row) -> list[str]:
-    graphs = [picture.get("graphs_mb") or 0 for picture in ours["pictures"]]
+    graphs = [image.get("graphs_mb") or 0 for image in ours["images"]]
     reason = ended(ours) or ended(stock) or "; ".join(ours.get("reasons", ()))
-    first = [next((p.get("seconds") for p in row["pictures"][:1]), None) for row in (stock, ours)]
+    first = [next((p.get("seconds") for p in row["images"][:1]), None) for row in (stock, ours)]
     return [
         f"{ours['card']:g} GB",
         ours["model"],
@@ -158,7 +158,7 @@ def _cells(stock: Row, ours: Row) -> list[str]:
 
 
 def _peak(row: Row, field: str) -> float | None:
-    return max((p[field] for p in row["pictures"] if p.get(field) is not None), default=None)
+    return max((p[field] for p in row["images"] if p.get(field) is not None), default=None)
 
 
 def _number(value: float | None, digits: int) -> str:

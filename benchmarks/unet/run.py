@@ -38,7 +38,7 @@ STACK = ("commit", "driver", "torch", "triton")
 
 
 class Case(NamedTuple):
-    """A model, a size in pixels and a number of pictures."""
+    """A model, a size in pixels and a number of images."""
 
     model: str
     width: int
@@ -64,14 +64,14 @@ CASES = [
 
 
 def case(text: str) -> Case:
-    """MODEL:WIDTHxHEIGHT[:PICTURES]."""
+    """MODEL:WIDTHxHEIGHT[:IMAGES]."""
     model, _, rest = text.partition(":")
     size, _, images = rest.partition(":")
     if model not in models.NAMES + models.TINY_NAMES:
         raise argparse.ArgumentTypeError(f"{text}: no model is called {model!r}")
     counts = cli.counts(images or "1")
     if len(counts) != 1:
-        raise argparse.ArgumentTypeError(f"{text}: one number of pictures at a time")
+        raise argparse.ArgumentTypeError(f"{text}: one number of images at a time")
     return Case(model, *cli.size(size), counts[0])
 
 

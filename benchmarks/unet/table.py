@@ -101,8 +101,8 @@ def stacks(result: dict[str, Any]) -> str:
 
 def section(file: Path, result: dict[str, Any]) -> str:
     """Table, plot and remarks of one file of results."""
-    picture = f"![Time of one UNet call, four ways to run it](../benchmarks/results/{file.with_suffix('.svg').name})"
-    return "\n\n".join([render(result), picture, f"{stacks(result)} {NOTE}"])
+    image = f"![Time of one UNet call, four ways to run it](../benchmarks/results/{file.with_suffix('.svg').name})"
+    return "\n\n".join([render(result), image, f"{stacks(result)} {NOTE}"])
 
 
 def main(given: Sequence[str] | None = None) -> int:

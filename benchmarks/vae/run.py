@@ -3,7 +3,7 @@
     python -m benchmarks.vae --json benchmarks/results/vae-h200.json
     python -m benchmarks.vae --case decoder:1024x1024:float16 --without triton
 
-All cases run in one process, the ways of a case in turns, so ratios are of one run. A VAE is called once for a picture:
+All cases run in one process, the ways of a case in turns, so ratios are of one run. A VAE is called once for an image:
 none of the ways has a CUDA graph. torch.compile is left out once `--seconds` have passed, as it compiles each case for
 longer than all else takes; the cases that matter most come first.
 

@@ -1,1 +1,1 @@
-"""Whole pictures in a real WebUI: seconds with the extension and without, and what they are made of."""
+"""Whole images in a real WebUI: seconds with the extension and without, and what they are made of."""

@@ -1,5 +1,5 @@
-"""Whole pictures in a real WebUI: `python -m benchmarks.webui`."""
+"""Whole images in a real WebUI: `python -m benchmarks.webui`."""
 
-from benchmarks.webui.pictures import main
+from benchmarks.webui.images import main
 
 raise SystemExit(main())

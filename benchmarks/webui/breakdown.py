@@ -1,4 +1,4 @@
-"""What a picture's time is made of: phases of the WebUI on the CPU, and for which of them the GPU waits."""
+"""What an image's time is made of: phases of the WebUI on the CPU, and for which of them the GPU waits."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _overlap(span: Span, busy: Sequence[tuple[int, int]]) -> int:
     return sum(min(span.end, end) - max(span.begin, begin) for begin, end in met)
 
 
-def of_picture(spans: Iterable[Span], busy: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """A picture's breakdown.
+def of_image(spans: Iterable[Span], busy: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """An image's breakdown.
 
     Args:
         spans: the request as its client sees it, which contains all others, and phases.
@@ -69,18 +69,18 @@ def of_picture(spans: Iterable[Span], busy: Sequence[tuple[int, int]]) -> dict[s
     return {"request_ms": request / 1e6, "gpu_busy_ms": gpu / 1e6, "phases": dict(phases)}
 
 
-def mean(pictures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The mean of some pictures' breakdowns, rounded to microseconds."""
-    names = dict.fromkeys(name for picture in pictures for name in picture["phases"])
+def mean(images: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of some images' breakdowns, rounded to microseconds."""
+    names = dict.fromkeys(name for image in images for name in image["phases"])
 
     def of(values: Iterable[float]) -> float:
-        return round(sum(values) / len(pictures), 3)
+        return round(sum(values) / len(images), 3)
 
     return {
-        **{key: of(picture[key] for picture in pictures) for key in ("request_ms", "gpu_busy_ms")},
+        **{key: of(image[key] for image in images) for key in ("request_ms", "gpu_busy_ms")},
         "phases": {
             name: {
-                key: of(picture["phases"].get(name, {}).get(key, 0.0) for picture in pictures)
+                key: of(image["phases"].get(name, {}).get(key, 0.0) for image in images)
                 for key in ("cpu_ms", "gpu_idle_ms")
             }
             for name in names

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from benchmarks import records
 from benchmarks.webui import breakdown
 from benchmarks.webui.hosts import HOSTS, LARGE
-from benchmarks.webui.pictures import numbered, payload_of, taken, taken_apart, turn
+from benchmarks.webui.images import numbered, payload_of, taken, taken_apart, turn
 from sfast_ext import cli
 from sfast_ext.tools.lib import machine
 
@@ -99,14 +99,14 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         try:
             request = numbered({**payload, "steps": steps}, "txt2img", seed, options)
             rows[case].setdefault(name, []).append(round(taken(webuis[case], "txt2img", request)[0], 3))
-            if name == "picture_s":
+            if name == "images_s":
                 rows[case].setdefault("memory", []).append(webuis[case].post("/sfast-probe/memory", {}))
         except (OSError, RuntimeError) as error:
             failed(case, error)
 
     def make_untimed(case: Case) -> None:
         for seed in range(UNTIMED):
-            make(case, seed, options.steps, "picture_s")
+            make(case, seed, options.steps, "images_s")
 
     payload = payload_of(host, "txt2img", width, height, options)
     with contextlib.ExitStack() as stack:
@@ -117,8 +117,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if options.brief:
                 list(pool.map(make_untimed, cases))
         stack.enter_context(turn(options.turn))
-        kinds = {"picture_s": options.steps} | ({} if options.brief else {"longer_s": options.steps * 3 // 2})
-        for seed in range(UNTIMED if options.brief else 0, options.pictures + UNTIMED):
+        kinds = {"images_s": options.steps} | ({} if options.brief else {"longer_s": options.steps * 3 // 2})
+        for seed in range(UNTIMED if options.brief else 0, options.images + UNTIMED):
             for name, steps in kinds.items():
                 for case in cases:
                     if seed >= UNTIMED or name != "longer_s":
@@ -138,7 +138,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def end(webui: Any, row: dict[str, Any], options: argparse.Namespace) -> None:
     """Add the figures of a case, as far as it came."""
-    times, steps = row.get("picture_s", []), options.steps
+    times, steps = row.get("images_s", []), options.steps
     if len(times) > UNTIMED:
         row["image_s"] = statistics.median(times[UNTIMED:])
         row |= {} if options.brief else {"first_s": times[0]}
@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--card", type=int, choices=(6, 8), action="append", dest="cards", help="GB (both)")
     parser.add_argument("--size", type=cli.size, default=(1024, 1024), metavar="WxH", help="of images (1024x1024)")
     parser.add_argument("--steps", type=int, default=20, help="(%(default)s)")
-    parser.add_argument("--pictures", type=int, default=3, help="timed, after two (%(default)s)")
+    parser.add_argument("--images", type=int, default=3, help="timed, after two (%(default)s)")
     parser.add_argument("--larger", action=argparse.BooleanOptionalAction, default=True, help="the larger card as well")
     parser.add_argument("--brief", action="store_true", help="times of images alone")
     parser.add_argument("--breakdown", type=int, default=0, metavar="N", help="of N further images (none)")

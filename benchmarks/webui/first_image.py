@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.webui.hosts import HOSTS, LARGE, Host
-from benchmarks.webui.pictures import numbered, payload_of, taken
+from benchmarks.webui.images import numbered, payload_of, taken
 from sfast_ext import cli
 from sfast_ext.tools.lib import machine
 
@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows.append(round_of(host, payload, options, folder, number))
         if options.json:
             records.write(options.json, found)
-    medians = {case: statistics.median(row[case]["picture_s"][0] for row in rows) for case in options.cases}
+    medians = {case: statistics.median(row[case]["images_s"][0] for row in rows) for case in options.cases}
     found["first_s"] = medians
     print(f"first image, medians: {medians}", flush=True)
     if options.json:
@@ -102,7 +102,7 @@ def round_of(
         time.sleep(options.idle)
         jobs = {case: job(webui) for case, webui in webuis.items() if CASES[case] == "ahead"}
         for case, webui in webuis.items():
-            found[case] = {"picture_s": images(webui, payload, options)}
+            found[case] = {"images_s": images(webui, payload, options)}
         for case, webui in webuis.items():
             if CASES[case] != "stock":
                 status = webui.get("/sfast/v1/status")
@@ -123,7 +123,7 @@ def images(webui: Any, payload: dict[str, Any], options: argparse.Namespace) -> 
     """Seconds of some images, each of another prompt."""
     return [
         round(taken(webui, "txt2img", numbered(payload, "txt2img", seed, options))[0], 3)
-        for seed in range(options.pictures)
+        for seed in range(options.images)
     ]
 
 
@@ -137,7 +137,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30, help="(%(default)s)")
     parser.add_argument("--idle", type=float, default=20.0, metavar="S", help="seconds after the start (%(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="starts of each case (%(default)s)")
-    parser.add_argument("--pictures", type=int, default=3, help="of each start (%(default)s)")
+    parser.add_argument("--images", type=int, default=3, help="of each start (%(default)s)")
     parser.add_argument("--case", choices=sorted(CASES), action="append", dest="cases", help="all")
     parser.add_argument("--flags", default="", help="of the WebUI")
     parser.add_argument("--models", type=Path, metavar="DIR", help="where models of random weights stay (nowhere)")

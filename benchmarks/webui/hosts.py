@@ -1,4 +1,4 @@
-"""The WebUIs that `pictures.py` measures: their models, their start, and what a request of theirs says."""
+"""The WebUIs that `images.py` measures: their models, their start, and what a request of theirs says."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Host(Protocol):
     variable: str
     """The environment variable that says where it is."""
     hires: dict[str, Any]
-    """What a request says for a picture of twice its size."""
+    """What a request says for an image of twice its size."""
 
     def start(self, way: str, number: int, flags: str) -> Any:
         """A `WebUI`; no other has this way and number."""
 
     def ready(self, webui: Any) -> None:
-        """Wait until it can make pictures."""
+        """Wait until it can make images."""
 
 
 def small_card(gib: float | None) -> Path | None:

@@ -1,4 +1,4 @@
-"""Times what a WebUI does for a picture: `hosts.py` copies this file into an extension of its own.
+"""Times what a WebUI does for an image: `hosts.py` copies this file into an extension of its own.
 
     POST /sfast-probe/start    begins
     POST /sfast-probe/stop     answers {"phases": [[name, begin, end], …], "busy": [[begin, end], …]}
@@ -7,7 +7,7 @@
                                "unet": what AUTOMATIC1111's UNet had of it then, its weights in 8 bits included}
 
 Times are nanoseconds since 1970. Phases are calls of the functions below, which contain each other; of one thread, as
-the WebUI makes one picture at a time. `busy` are the times in which the GPU ran anything, by CUPTI; empty without one.
+the WebUI makes one image at a time. `busy` are the times in which the GPU ran anything, by CUPTI; empty without one.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks import records
 from benchmarks.webui.first_image import cached
 from benchmarks.webui.hosts import A1111, LARGE
-from benchmarks.webui.pictures import SAMPLER, numbered, payload_of
+from benchmarks.webui.images import SAMPLER, numbered, payload_of
 from sfast_ext import cli
 from sfast_ext.tools.lib import machine
 
@@ -106,7 +106,7 @@ def at_once(host: A1111, options: argparse.Namespace, folder: Path) -> dict[str,
         for webui in webuis:
             stack.push(webui)
         together([webui.__enter__ for webui in webuis])
-        for number in range(options.pictures + PREPARED):
+        for number in range(options.images + PREPARED):
             said = numbered(payload, "txt2img", number, options)
             second, expected = request(stock, said)
             seconds["stock"].append(second)
@@ -119,7 +119,7 @@ def at_once(host: A1111, options: argparse.Namespace, folder: Path) -> dict[str,
         measured = [] if options.tiny else measure_both(pair, options)
         reports = statuses((alone, *pair))
         found = {
-            "picture_s": seconds,
+            "images_s": seconds,
             "median_s": {
                 "stock": statistics.median(seconds["stock"][PREPARED:]),
                 "alone": statistics.median(seconds["alone"][PREPARED:]),
@@ -274,7 +274,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU instead, to try this out")
     parser.add_argument("--size", type=cli.size, default=(512, 512), metavar="WxH", help="of images (512x512)")
     parser.add_argument("--steps", type=int, default=30, help="(%(default)s)")
-    parser.add_argument("--pictures", type=int, default=6, help="at once, after the first two (%(default)s)")
+    parser.add_argument("--images", type=int, default=6, help="at once, after the first two (%(default)s)")
     parser.add_argument("--flags", default="", help="of the WebUIs, in addition to --device-id")
     parser.add_argument("--models", type=Path, metavar="DIR", help="where models of random weights stay (nowhere)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")

@@ -32,9 +32,9 @@ WORKSPACE = 512 << 20
 PLANS_WORKSPACE = 256 << 20
 """Bytes that libraries need while a plan runs, in addition to its values."""
 
-OTHERS_RESERVE, OTHERS_PART = 2 << 30, 0.27
+OTHERS_RESERVE, OTHERS_PART = 2200 << 20, 0.28
 """Bytes of such a card that are left to other programs while a VAE runs, and the part of its memory that they are at
-most: 1.6 GB of 6."""
+most: 1.6 GB of 6. So this process has 5.5 of 8 GB at most, once the VAE has a plan."""
 
 GAPS = 1.25
 """A block in which all values of a VAE find a place, as a multiple of what they take: 2.4 GB of 1024x1024 fit into 3.4

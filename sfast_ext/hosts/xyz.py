@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sfast_ext.ui import settings
-from sfast_ext.ui.settings_table import ALL, Setting
+from sfast_ext.ui.settings_table import ALL, Setting, named_now
 
 _BY_KEY = {setting.key: setting for setting in ALL}
 AXES = {
@@ -49,7 +49,7 @@ def value_of(setting: Setting, written: Any) -> Any:
     text = str(written).strip()
     value: Any
     if setting.choices:
-        value = _word(setting, text)
+        value = _word(setting, named_now(setting.key, text.lower()))
     elif setting.kind is bool:
         value = settings.SWITCHED.get(text.lower())
     else:

@@ -12,7 +12,7 @@ import torch
 
 from sfast_ext import cache_folder, environment
 from sfast_ext.call_signature import Signature
-from sfast_ext.ui.requests import MAX_PICTURES, MAX_SIDE, MIN_SIDE, STEP, Wanted
+from sfast_ext.ui.requests import MAX_IMAGES, MAX_SIDE, MIN_SIDE, STEP, Wanted
 
 KEPT = 16
 """Kinds of models on all cards: a user may go from one to another and back."""
@@ -52,7 +52,7 @@ class KeptCalls:
             raise ValueError("a tensor that is several arguments")
         entry = {
             "size": [wanted.width, wanted.height],
-            "images": wanted.pictures,
+            "images": wanted.images,
             "mode": [signature.mode[0], _name(signature.mode[1])] if signature.mode else [],
             "call": _written(signature.tree),
         }
@@ -87,7 +87,7 @@ def _call(entry: Any) -> KeptCall:
     width, height = entry["size"]
     sides = all(type(side) is int and MIN_SIDE <= side <= MAX_SIDE and side % STEP == 0 for side in (width, height))
     images = entry["images"]
-    if not sides or type(images) is not int or not 1 <= images <= MAX_PICTURES:
+    if not sides or type(images) is not int or not 1 <= images <= MAX_IMAGES:
         raise ValueError("no size that an image can have")
     mode = (_device_type(entry["mode"][0]), _dtype(entry["mode"][1])) if entry["mode"] else ()
     tree = _tree(entry["call"], count := _Count())

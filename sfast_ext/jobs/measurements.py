@@ -16,6 +16,8 @@ from sfast_ext import cache_folder, environment
 KEPT = 100
 VERSIONS = ("gpu", "driver", "torch", "cuda", "triton")
 """Of `environment.describe`, with each measurement."""
+_FORMER = "pictures"
+"""The name that `images` of a row had: files that an earlier version wrote have it."""
 
 
 class Measurements:
@@ -63,7 +65,11 @@ class Measurements:
             return []
         if not isinstance(found, list):
             return []
-        return [each for each in found if isinstance(each, dict) and isinstance(each.get("rows"), list)][-KEPT:]
+        kept = [each for each in found if isinstance(each, dict) and isinstance(each.get("rows"), list)][-KEPT:]
+        for row in (row for each in kept for row in each["rows"] if isinstance(row, dict)):
+            if _FORMER in row:
+                row.setdefault("images", row.pop(_FORMER))
+        return kept
 
 
 def kind_of(module: nn.Module) -> str:

@@ -57,17 +57,17 @@ class Rehearsal:
         self._name_images, self._stopped, self._one_by_one = name_images, stopped, one_by_one
         if plan is not None:
             self._device, signature = plan.device, plan.signature
-            pictures = words.images_of(plan.label, signature.shapes())
+            images = words.images_of(plan.label, signature.shapes())
         else:
             assert kept is not None
             self._device, signature = next(accelerator.module.parameters()).device, kept.signature
-            pictures = kept.wanted.pictures
+            images = kept.wanted.images
         try:
             self._call = ExampleCall(signature)
         except UnknownInput as exc:
             raise Refused(f"{exc}; {MAKE_ONE}") from exc
         # with guidance a call has two rows for each image
-        self._rows = self._call.rows // pictures if pictures else (2 if self._call.rows % 2 == 0 else 1)
+        self._rows = self._call.rows // images if images else (2 if self._call.rows % 2 == 0 else 1)
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[None]:
@@ -103,11 +103,11 @@ class Rehearsal:
 
     def _calls(self, wanted: Wanted) -> list[tuple[int, int | None]]:
         """Rows and tokens of each call that an image may need. The first is that of prompts of one length."""
-        pictures, tokens = wanted.pictures, wanted.tokens_of_model
-        calls = [(pictures * self._rows, tokens)]
+        images, tokens = wanted.images, wanted.tokens_of_model
+        calls = [(images * self._rows, tokens)]
         if self._one_by_one and self._rows > 1 and tokens is not None and tokens > words.CHUNK:
             # a long prompt with a short negative prompt
-            calls += [(pictures, tokens), (pictures, words.CHUNK)]
+            calls += [(images, tokens), (images, words.CHUNK)]
         return calls
 
     def _row(
@@ -117,14 +117,14 @@ class Rehearsal:
         then: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any] | None],
     ) -> dict[str, Any] | None:
         row: dict[str, Any] = {"label": wanted.label, "size": f"{wanted.width}x{wanted.height}"}
-        row.update(pictures=wanted.pictures, tokens=wanted.tokens, ready=False, reason=None)
+        row.update(images=wanted.images, tokens=wanted.tokens, ready=False, reason=None)
         height, width = wanted.height // words.PIXELS, wanted.width // words.PIXELS
         try:
             if wanted.tokens is not None and (self._call.tokens is None or self._call.tokens % words.CHUNK):
                 raise UnknownInput(NO_LENGTH)
             more: dict[str, Any] | None = {}
             with self._call.surroundings():
-                self._name_images(wanted.pictures)
+                self._name_images(wanted.images)
                 for number, (rows, tokens) in enumerate(calls):
                     args, kwargs = self._call.inputs(height, width, rows, self._device, tokens=tokens)
                     self._accelerator.new_generation()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html as escapes
+import itertools
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ STYLE = (
     "body{max-width:46em;margin:2em auto;padding:0 1em;font:16px/1.5 system-ui,sans-serif;color-scheme:light dark}"
     "code{font-size:.9em}:target+h3{text-decoration:underline}"
 )
-_ANCHOR = re.compile(r'<a id="([a-z0-9-]+)"></a>')
+_ANCHOR = re.compile(r'<a id="[a-z0-9-]+"></a>')
 _INLINE = (
     (re.compile(r"`([^`]+)`"), r"<code>\1</code>"),
     (re.compile(r"\*\*([^*]+)\*\*"), r"<b>\1</b>"),
@@ -34,11 +35,10 @@ def html() -> str:
 
 
 def _block(block: str) -> str:
-    """A heading, with its anchor before it, or a paragraph: that page has nothing else."""
+    """A heading, with its anchors before it, or a paragraph: that page has nothing else."""
     lines = block.splitlines()
-    found = _ANCHOR.fullmatch(lines[0])
-    anchor = f'<a id="{found.group(1)}"></a>' if found else ""
-    rest = lines[1:] if found else lines
+    anchors = list(itertools.takewhile(_ANCHOR.fullmatch, lines))
+    anchor, rest = "".join(anchors), lines[len(anchors) :]
     level = len(rest[0]) - len(rest[0].lstrip("#")) if rest else 0
     if level:
         return f"{anchor}<h{level}>{_inline(rest[0][level:].strip())}</h{level}>"

@@ -87,7 +87,7 @@ class Row(BaseModel):
 
     label: str = Field(..., description="size and images in words; compare: which of the two")
     size: Optional[str] = Field(None, description="width x height in pixels")
-    pictures: Optional[int] = Field(None, description="made at once")
+    images: Optional[int] = Field(None, description="made at once")
     tokens: Optional[int] = Field(None, description="length of the prompt that was asked for")
     ready: bool = Field(..., description="whether the next image of this size is accelerated from its first step on")
     reason: Optional[str] = Field(None, description="why not")

@@ -13,7 +13,7 @@ from sfast_ext.ui.words import CHUNK, COUNTED
 
 MIN_SIDE, MAX_SIDE, STEP = 64, 4096, 8
 """Pixels along a side."""
-MAX_PICTURES = 16
+MAX_IMAGES = 16
 MAX_COMBINATIONS = 32
 """So many combinations at once."""
 PROMPTS = (COUNTED, 2 * COUNTED, 3 * COUNTED)
@@ -21,7 +21,16 @@ PROMPTS = (COUNTED, 2 * COUNTED, 3 * COUNTED)
 MAX_BODY = 65536
 """Bytes of a request."""
 
+FORMER = "pictures"
+"""What requests may have in place of `images`: it was the field's name."""
+
 _SIZE = re.compile("([0-9]{2,4})x([0-9]{2,4})")
+_NUMBERS: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_IMAGES,
+    "items": {"type": "integer", "minimum": 1, "maximum": MAX_IMAGES},
+}
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -35,14 +44,12 @@ SCHEMA: dict[str, Any] = {
             "items": {"type": "string", "pattern": f"^{_SIZE.pattern}$"},
             "description": f"width x height in pixels, each {MIN_SIDE} to {MAX_SIDE} and divisible by {STEP}",
         },
-        "pictures": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": MAX_PICTURES,
-            "items": {"type": "integer", "minimum": 1, "maximum": MAX_PICTURES},
+        "images": {
+            **_NUMBERS,
             "default": [1],
             "description": "numbers of images that are made at once; each is combined with each size",
         },
+        FORMER: {**_NUMBERS, "deprecated": True, "description": "an earlier name of images; one of the two is taken"},
         "tokens": {
             "type": "array",
             "minItems": 1,
@@ -59,7 +66,7 @@ class Invalid(ValueError):
     """What was asked for is not valid.
 
     Args:
-        field: "sizes", "pictures" or "tokens".
+        field: "sizes", "images" or "tokens".
         message: names the field and what it takes.
     """
 
@@ -87,7 +94,7 @@ class Wanted:
 
     width: int
     height: int
-    pictures: int
+    images: int
     tokens: int | None = None
     """The length of the prompt; None: that of the last image."""
 
@@ -99,7 +106,7 @@ class Wanted:
     @property
     def label(self) -> str:
         """For the user."""
-        said = [f"{self.width}x{self.height}", "1 image" if self.pictures == 1 else f"{self.pictures} images"]
+        said = [f"{self.width}x{self.height}", "1 image" if self.images == 1 else f"{self.images} images"]
         return ", ".join(said if self.tokens is None else [*said, f"{self.tokens_of_model} tokens"])
 
 
@@ -112,18 +119,21 @@ def from_body(body: bytes) -> list[Wanted]:
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
-        raise ValueError('the body must be JSON, such as {"sizes": ["512x512"], "pictures": [1]}') from None
+        raise ValueError('the body must be JSON, such as {"sizes": ["512x512"], "images": [1]}') from None
     if not isinstance(asked, Mapping):
-        raise ValueError('the body must be an object, such as {"sizes": ["512x512"], "pictures": [1]}')
+        raise ValueError('the body must be an object, such as {"sizes": ["512x512"], "images": [1]}')
     unknown = [key for key in asked if key not in SCHEMA["properties"]]
     if unknown:
-        raise ValueError(f"unknown field {_short(unknown[0])}; there are sizes, pictures and tokens")
+        raise ValueError(f"unknown field {_short(unknown[0])}; there are sizes, images and tokens")
+    if FORMER in asked and "images" in asked:
+        raise ValueError(f"images and {FORMER}, an earlier name of the same field, are both there: leave {FORMER} out")
     if "sizes" not in asked:
         raise ValueError('sizes is missing: a list, such as ["512x512"]')
-    return combined(asked["sizes"], asked.get("pictures", [1]), _lengths(asked["tokens"]) if "tokens" in asked else ())
+    images = asked.get("images", asked.get(FORMER, [1]))
+    return combined(asked["sizes"], images, _lengths(asked["tokens"]) if "tokens" in asked else ())
 
 
-def from_text(sizes: str, pictures: str, tokens: Sequence[str] = ()) -> list[Wanted]:
+def from_text(sizes: str, images: str, tokens: Sequence[str] = ()) -> list[Wanted]:
     """What the fields of the tab ask for: values with commas between them, and the lengths that are ticked.
 
     Raises:
@@ -131,7 +141,7 @@ def from_text(sizes: str, pictures: str, tokens: Sequence[str] = ()) -> list[Wan
     """
     # people write 512 X 768 and 512×768, too
     written = [re.sub(r"\s*[xX\u00d7*]\s*", "x", each) for each in _split(sizes)]
-    numbers = [int(each) if each.isascii() and each.isdigit() and len(each) < 5 else each for each in _split(pictures)]
+    numbers = [int(each) if each.isascii() and each.isdigit() and len(each) < 5 else each for each in _split(images)]
     ticked = [int(each) if each.isascii() and each.isdigit() else each for each in tokens or ()]
     if not written:
         raise Invalid("sizes", "write at least one size, such as 512x512")
@@ -151,7 +161,7 @@ def _lengths(tokens: Any) -> list[int]:
     return tokens
 
 
-def combined(sizes: Any, pictures: Any, tokens: Sequence[int]) -> list[Wanted]:
+def combined(sizes: Any, images: Any, tokens: Sequence[int]) -> list[Wanted]:
     """Each size with each number of images and each of these lengths of the prompt, which are valid.
 
     Raises:
@@ -159,17 +169,17 @@ def combined(sizes: Any, pictures: Any, tokens: Sequence[int]) -> list[Wanted]:
     """
     if not isinstance(sizes, list) or not sizes:
         raise Invalid("sizes", 'sizes must be a list of at least one size, such as ["512x512"]')
-    if not isinstance(pictures, list) or not pictures:
-        raise Invalid("pictures", "pictures must be a list of at least one number, such as [1]")
-    if len(sizes) * len(pictures) * max(1, len(tokens)) > MAX_COMBINATIONS:
-        words = "combinations of sizes, pictures and tokens at once; these are more"
+    if not isinstance(images, list) or not images:
+        raise Invalid("images", "images must be a list of at least one number, such as [1]")
+    if len(sizes) * len(images) * max(1, len(tokens)) > MAX_COMBINATIONS:
+        words = "combinations of sizes, images and tokens at once; these are more"
         raise Invalid("sizes", f"at most {MAX_COMBINATIONS} {words}")
-    for number in pictures:
-        if type(number) is not int or not 1 <= number <= MAX_PICTURES:
-            what = f"pictures must be whole numbers from 1 to {MAX_PICTURES}"
-            raise Invalid("pictures", f"{what}; one is {_short(number)}")
+    for number in images:
+        if type(number) is not int or not 1 <= number <= MAX_IMAGES:
+            what = f"images must be whole numbers from 1 to {MAX_IMAGES}"
+            raise Invalid("images", f"{what}; one is {_short(number)}")
     found = [
-        Wanted(*_size(size), number, length) for size in sizes for number in pictures for length in tokens or (None,)
+        Wanted(*_size(size), number, length) for size in sizes for number in images for length in tokens or (None,)
     ]
     return list(dict.fromkeys(found))
 

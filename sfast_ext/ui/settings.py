@@ -19,6 +19,7 @@ from sfast_ext.ui.settings_table import (
     EIGHT,
     FASTER,
     HEADINGS,
+    KEYS,
     LEVELS,
     LOG_LEVEL,
     PRESET,
@@ -28,6 +29,7 @@ from sfast_ext.ui.settings_table import (
     WORDS,
     HostConfig,
     Setting,
+    named_now,
 )
 
 SECTION = ("stable_fast", "Stable Fast")
@@ -85,6 +87,10 @@ def register(opts: Any, option_info: Callable[..., Any]) -> None:
         for setting in ALL:
             if setting.group == group:
                 opts.add_option(setting.key, page.option(setting))
+    stored = getattr(opts, "data", None)
+    if isinstance(stored, dict):
+        # a page shows none of the choices as chosen if the stored one has another name
+        stored.update({key: named_now(key, stored[key]) for key in KEYS if key in stored})
 
 
 def forgetting(opts: Any) -> Callable[[], None]:
@@ -204,7 +210,7 @@ def log_level(opts: Any, report: Report | None = None) -> int:
 
 def _word(setting: Setting, opts: Any, report: Report | None) -> str:
     """The chosen word of a setting that is no field of Config."""
-    value = getattr(opts, setting.key, None)
+    value = named_now(setting.key, getattr(opts, setting.key, None))
     if value is None:
         return WORDS[setting.key]
     if isinstance(value, str) and value in setting.choices:
@@ -235,7 +241,7 @@ def restored(params: dict[str, Any]) -> None:
 def accepts(setting: Setting, value: Any) -> bool:
     """Whether this is a valid value of the setting."""
     if setting.key in WORDS:
-        return isinstance(value, str) and value in setting.choices
+        return isinstance(value, str) and named_now(setting.key, value) in setting.choices
     try:
         replace(HostConfig(), **{setting.field: _converted(setting, value)})
     except (TypeError, ValueError, OverflowError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from sfast_ext.config import BOUNDS, Config
 
@@ -196,17 +197,19 @@ SETTINGS = (
     ),
 )
 
-SAME, FASTER, SMALL = "same picture", "faster sums on GeForce", "small card"
+SAME, FASTER, SMALL = "same image", "faster sums on GeForce", "small card"
 EIGHT = "8 bits (faster, details change)"
 PRESET = Setting(
     "sfast_preset",
     "preset",
     "Preset",
-    "same picture: the settings below as they are. faster sums on GeForce: switches that option on. "
+    "same image: the settings below as they are. faster sums on GeForce: switches that option on. "
     "8 bits: switches that option on. small card: at most an eighth of the GPU's memory and four sizes kept ready, "
     "whatever is set below; sizes are prepared again more often",
     choices=(SAME, FASTER, EIGHT, SMALL),
 )
+FORMER = {(PRESET.key, "same picture"): SAME}
+"""Choices by the key of their setting and the name that they had: WebUIs have stored it, and requests may name it."""
 SIZES_OF_SMALL = 4
 
 LOG_LEVEL = Setting(
@@ -226,3 +229,8 @@ ALL = (ENABLED, PRESET, *SETTINGS[1:], LOG_LEVEL)
 KEYS = tuple(setting.key for setting in ALL)
 WORDS = {PRESET.key: SAME, LOG_LEVEL.key: "normal"}
 """Defaults of the settings that are no field of HostConfig."""
+
+
+def named_now(key: str, value: Any) -> Any:
+    """A setting's value; a choice by the name that it has now."""
+    return FORMER.get((key, value), value) if isinstance(value, str) else value

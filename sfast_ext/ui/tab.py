@@ -69,10 +69,10 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
                 value="512x512",
                 elem_id="stable_fast_sizes",
             )
-            pictures = gradio.Textbox(
+            images = gradio.Textbox(
                 label="Images at once, with commas between the numbers",
                 value="1",
-                elem_id="stable_fast_pictures",
+                elem_id="stable_fast_images",
             )
         tokens = gradio.CheckboxGroup(
             choices=[str(each) for each in requests.PROMPTS],
@@ -102,7 +102,7 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         gradio.HTML(AFRESH, elem_id="stable_fast_afresh")
         drop = gradio.Button("Forget all ready sizes", variant="stop", elem_id="stable_fast_drop")
         drop_told = gradio.HTML("", elem_id="stable_fast_dropped")
-        for each in (sizes, pictures, tokens, text, off, on, refresh, prepare, measure, compare, cancel, report, drop):
+        for each in (sizes, images, tokens, text, off, on, refresh, prepare, measure, compare, cancel, report, drop):
             # the WebUI would keep its text, or whether it is seen, in ui-config.json, also after the extension is gone
             each.do_not_save_to_config = True
 
@@ -115,7 +115,7 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         for button, wanted in ((on, True), (off, False)):
             after(button.click(fn=_switching(actions.switch, wanted), outputs=[told], api_name=False), redraw)
         for button, start in ((prepare, actions.prepare), (measure, actions.measure)):
-            asked = {"inputs": [sizes, pictures, tokens], "outputs": [told], "api_name": False}
+            asked = {"inputs": [sizes, images, tokens], "outputs": [told], "api_name": False}
             after(button.click(fn=_starting(start), **asked), watch)
         after(compare.click(fn=_starting_alone(actions.compare), outputs=[told], api_name=False), watch)
         after(cancel.click(fn=lambda: _cancelled(actions.cancel()), outputs=[told], api_name=False), watch)
@@ -125,9 +125,9 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
 
 
 def _starting(start: Callable[[list[requests.Wanted]], object]) -> Callable[[str, str, list[str]], str]:
-    def started(sizes: str, pictures: str, tokens: list[str]) -> str:
+    def started(sizes: str, images: str, tokens: list[str]) -> str:
         try:
-            start(requests.from_text(sizes, pictures, tokens))
+            start(requests.from_text(sizes, images, tokens))
         except requests.Invalid as exc:
             return _fault("Not started:", str(exc), field=exc.field)
         except (ValueError, requests.Refused) as exc:

@@ -19,20 +19,20 @@ COUNTED, CHUNK = 75, 77
 """Tokens of a chunk of a prompt: by the WebUI's counter, and with the start and the end that the model gets."""
 
 
-def size_words(shapes: Sequence[tuple[int, ...]], pictures: int | None = None) -> str | None:
+def size_words(shapes: Sequence[tuple[int, ...]], images: int | None = None) -> str | None:
     """A call of the UNet in a user's words, such as "512x512, 1 image, 77 tokens"; None if it is no such call.
 
     Args:
         shapes: of the tensors among its arguments.
-        pictures: how many are made at once, if the host says so: with guidance a call has two rows for each.
+        images: how many are made at once, if the host says so: with guidance a call has two rows for each.
     """
     latent = latent_of(shapes)
     if latent is None or latent[1] > LATENT_CHANNELS:
         return None
     rows, height, width = latent[0], *latent[-2:]
     said = [f"{width * PIXELS}x{height * PIXELS}"]
-    if pictures is not None and pictures > 0 and rows % pictures == 0:
-        said.append("1 image" if pictures == 1 else f"{pictures} images")
+    if images is not None and images > 0 and rows % images == 0:
+        said.append("1 image" if images == 1 else f"{images} images")
     else:
         said.append(f"batch {rows}")
     prompt = next((shape for shape in shapes if len(shape) == 3), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.webui.breakdown import Span, innermost, lines, mean, of_picture
+from benchmarks.webui.breakdown import Span, innermost, lines, mean, of_image
 
 MS = 1_000_000
 REQUEST = [
@@ -33,7 +33,7 @@ def test_each_moment_belongs_to_the_innermost_phase():
 
 
 def test_the_gpu_waits_for_the_phase_in_which_it_runs_nothing():
-    found = of_picture(REQUEST, [(25 * MS, 45 * MS), (45 * MS, 60 * MS), (85 * MS, 86 * MS)])
+    found = of_image(REQUEST, [(25 * MS, 45 * MS), (45 * MS, 60 * MS), (85 * MS, 86 * MS)])
     assert found["request_ms"] == 100 and found["gpu_busy_ms"] == 36
     assert found["phases"] == {
         "request": {"cpu_ms": 20, "gpu_idle_ms": 20},
@@ -47,7 +47,7 @@ def test_the_gpu_waits_for_the_phase_in_which_it_runs_nothing():
 
 
 def test_a_phase_that_one_image_lacks_counts_for_nothing_there():
-    longer, shorter = of_picture(REQUEST, []), of_picture([Span("request", 0, 50 * MS)], [(0, 10 * MS)])
+    longer, shorter = of_image(REQUEST, []), of_image([Span("request", 0, 50 * MS)], [(0, 10 * MS)])
     found = mean([longer, shorter])
     assert found["request_ms"] == 75 and found["gpu_busy_ms"] == 5
     assert found["phases"]["UNet"] == {"cpu_ms": 10, "gpu_idle_ms": 10}

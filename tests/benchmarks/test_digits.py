@@ -18,12 +18,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def strokes(monkeypatch):
-    """In the place of scikit-learn's pictures: digit n is ink in its n-th row, or everywhere."""
-    pictures = -torch.ones(40, 1, 8, 8)
+    """In the place of scikit-learn's images: digit n is ink in its n-th row, or everywhere."""
+    images = -torch.ones(40, 1, 8, 8)
     shown = torch.arange(40) % 10
     for number, digit in enumerate(shown.tolist()):
-        pictures[number, 0, digit if digit < 8 else slice(None)] = 1
-    monkeypatch.setattr(digits, "load", lambda: (pictures, shown))
+        images[number, 0, digit if digit < 8 else slice(None)] = 1
+    monkeypatch.setattr(digits, "load", lambda: (images, shown))
 
 
 def test_the_file_of_scikit_learn(tmp_path, monkeypatch):
@@ -33,9 +33,9 @@ def test_the_file_of_scikit_learn(tmp_path, monkeypatch):
         file.writelines(",".join(["16"] + ["0"] * 63 + [str(digit)]) + "\n" for digit in (7, 1))
     found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
-    pictures, shown = digits.load()
-    assert shown.tolist() == [7, 1] and pictures.shape == (2, 1, 8, 8)
-    assert pictures[0, 0, 0, 0] == 1 and pictures.sum() == 2 - 2 * 63
+    images, shown = digits.load()
+    assert shown.tolist() == [7, 1] and images.shape == (2, 1, 8, 8)
+    assert images[0, 0, 0, 0] == 1 and images.sum() == 2 - 2 * 63
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install scikit-learn"):
         digits.load()

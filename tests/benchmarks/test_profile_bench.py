@@ -193,13 +193,13 @@ def test_what_a_node_costs():
     wide = torch.randn(1, 6).expand(4, 6)
     total = kinds.cost(torch.ops.aten.add.Tensor, (wide, wide), {}, x)
     assert total == ("add", "residual and bias", "4×6, 4×6", 0, 4 * (6 + 24))
-    picture, weight, out = torch.randn(2, 3, 4, 5), torch.randn(7, 3, 3, 3), torch.randn(2, 7, 4, 5)
-    found = kinds.cost(conv2d.launch, (picture, weight), {}, out)
+    image, weight, out = torch.randn(2, 3, 4, 5), torch.randn(7, 3, 3, 3), torch.randn(2, 7, 4, 5)
+    found = kinds.cost(conv2d.launch, (image, weight), {}, out)
     flops = 2 * 2 * 4 * 5 * 7 * 3 * 9
     assert found == ("conv2d", "convolution", "2×3×4×5, 7×3×3×3", flops, 4 * (120 + 189 + 280))
-    normed = kinds.cost(conv_group_norm.launch, (picture, weight, None, None, 7, None, None, 1e-5), {}, (None, out))
+    normed = kinds.cost(conv_group_norm.launch, (image, weight, None, None, 7, None, None, 1e-5), {}, (None, out))
     assert normed == ("conv_group_norm", *found[1:])
-    enlarged = kinds.cost(upsample_conv2d.launch, (picture, weight, (1, 0)), {}, torch.randn(2, 7, 7, 10))
+    enlarged = kinds.cost(upsample_conv2d.launch, (image, weight, (1, 0)), {}, torch.randn(2, 7, 7, 10))
     # what a small image makes, a quarter of what the large one would
     assert enlarged == ("upsample_conv2d", *found[1:4], 4 * (120 + 189 + 980))
     x, weight, both, out = torch.randn(2, 6, 24), torch.randn(32, 24), torch.randn(2, 5, 64), torch.randn(2, 4, 6, 8)
@@ -225,7 +225,7 @@ def test_the_page_keeps_the_words_around_its_tables(tmp_path, monkeypatch, two_l
     profile_page.write([{**found, "call_ms": 123.0}, {**found, "images": 4}], page)
     text = page.read_text(encoding="utf-8")
     assert "Words of a person." in text and "A call takes 123.00 ms" in text
-    assert text.count("## ") == 2 and text.index("64×64, 4 pictures") > text.index("Words")
+    assert text.count("## ") == 2 and text.index("64×64, 4 images") > text.index("Words")
 
 
 @pytest.mark.long

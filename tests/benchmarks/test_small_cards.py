@@ -71,12 +71,12 @@ def test_the_life_of_a_case(mode, apart, tmp_path, monkeypatch):
         run.one(case, way == "ours", 2, file)
         row = found[way] = {**case._asdict(), "way": way, **json.loads(file.read_text())}
         assert not table.ended(row) and not table.ran_out(row) and row["faults"] == [], row
-        assert [p["size"] for p in row["pictures"]] == ["64x64"] * 3
-        assert all(p["seconds"] >= p["prompt_s"] + p["vae_s"] > 0 and p["step_ms"] >= 0 for p in row["pictures"])
-    assert "reasons" not in found["stock"] and found["stock"]["pictures"][0]["counted"] == {}
-    pictures = found["ours"]["pictures"]
-    runs = [p["counted"]["eager_runs"] for p in pictures]
-    assert runs == [1, 2, 2] and [p["counted"]["captures"] for p in pictures] == [1, 0, 0]
+        assert [p["size"] for p in row["images"]] == ["64x64"] * 3
+        assert all(p["seconds"] >= p["prompt_s"] + p["vae_s"] > 0 and p["step_ms"] >= 0 for p in row["images"])
+    assert "reasons" not in found["stock"] and found["stock"]["images"][0]["counted"] == {}
+    images = found["ours"]["images"]
+    runs = [p["counted"]["eager_runs"] for p in images]
+    assert runs == [1, 2, 2] and [p["counted"]["captures"] for p in images] == [1, 0, 0]
     assert found["ours"]["last_error"] is None and found["ours"]["reasons"] == []
     found["ours"]["errors"] = run.errors(*(tmp_path / f"{way}.json" for way in run.WAYS))
     assert len(found["ours"]["errors"]) == 3 and max(found["ours"]["errors"]) < 1e-3
@@ -93,7 +93,7 @@ def test_on_a_gpu_images_are_the_same_while_weights_leave_and_come_back(mode, tm
     stock, ours = (run.in_process(case, way, 3, file, 100) for way, file in zip(run.WAYS, files))
     for row in (stock, ours):
         assert not table.ended(row) and not table.ran_out(row) and row["faults"] == [], row
-    assert sum(p["counted"]["weights_away"] for p in ours["pictures"]) >= 4
+    assert sum(p["counted"]["weights_away"] for p in ours["images"]) >= 4
     apart = run.errors(*files)
     assert len(apart) == 5 and all(error is not None and error < 0.02 for error in apart), apart
 
@@ -131,7 +131,7 @@ def test_memory_that_runs_out_is_told_with_its_place_and_the_life_goes_on():
     assert rows[1]["failed"] == "the VAE" and "broken" in rows[1]["message"] and kept == [1, 1, 2]
 
 
-def picture(size: str, seconds: float = 1.0, **more: Any) -> dict[str, Any]:
+def image(size: str, seconds: float = 1.0, **more: Any) -> dict[str, Any]:
     numbers = {"step_ms": 100 * seconds, "reserved_mb": 5000.0, "allocated_mb": 4000.0, "graphs": 1, "graphs_mb": 300.0}
     return {"size": size, "seconds": seconds, **numbers, **more}
 
@@ -142,12 +142,12 @@ def rows(stock: list[float | str], ours: list[float | str], **more: Any) -> tupl
 
     def made(told: list[float | str]) -> list[dict[str, Any]]:
         return [
-            {"size": size, "out_of_memory": each} if isinstance(each, str) else picture(size, each)
+            {"size": size, "out_of_memory": each} if isinstance(each, str) else image(size, each)
             for size, each in zip(sizes, told)
         ]
 
     head = {"card": 8.0, "model": "sdxl", "mode": "medvram-sdxl"}
-    return {**head, "way": "stock", "pictures": made(stock)}, {**head, "way": "ours", "pictures": made(ours), **more}
+    return {**head, "way": "stock", "images": made(stock)}, {**head, "way": "ours", "images": made(ours), **more}
 
 
 def test_what_is_asked_of_a_case():
@@ -194,8 +194,8 @@ def test_each_case_is_run_in_two_processes_and_the_file_is_kept_after_each(tmp_p
         began.append((str(case), way, len(json.loads(file.read_text())["rows"]) if file.exists() else 0))
         limits.append(timeout)
         torch.save([torch.ones(2), None], into.with_suffix(".latents"))
-        made = [picture("64x64", 2.0), picture("64x64", 1.0 if way == "ours" else 2.0)]
-        return {**case._asdict(), "way": way, "steps": steps, "pictures": made}
+        made = [image("64x64", 2.0), image("64x64", 1.0 if way == "ours" else 2.0)]
+        return {**case._asdict(), "way": way, "steps": steps, "images": made}
 
     monkeypatch.setattr(run, "in_process", in_process)
     assert run.main(["--json", str(file), "--card", "6", "--model", "sdxl"]) == 0
@@ -232,16 +232,16 @@ def test_a_process_that_fails_leaves_a_reason(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run.subprocess, "run", ended)
     row = run.in_process(case, "ours", 2, tmp_path / "none.json", 60)
-    assert "-9" in row["failed"] and row["message"] == "killed" and row["pictures"] == []
+    assert "-9" in row["failed"] and row["message"] == "killed" and row["images"] == []
 
     def slow(*_, **__):
         raise subprocess.TimeoutExpired("python", 60)
 
     monkeypatch.setattr(run.subprocess, "run", slow)
     # what was measured until then is kept
-    (tmp_path / "some.json").write_text(json.dumps({"pictures": [picture("64x64")]}))
+    (tmp_path / "some.json").write_text(json.dumps({"images": [image("64x64")]}))
     row = run.in_process(case, "ours", 2, tmp_path / "some.json", 60)
-    assert "longer than 60 s" in row["failed"] and len(row["pictures"]) == 1
+    assert "longer than 60 s" in row["failed"] and len(row["images"]) == 1
 
 
 def test_a_model_that_cannot_be_made_is_told(tmp_path, monkeypatch):
@@ -251,7 +251,7 @@ def test_a_model_that_cannot_be_made_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "build", build)
     run.one(Case(4, "tiny-sd15", "none"), True, 2, tmp_path / "one.json")
     row = json.loads((tmp_path / "one.json").read_text())
-    assert row["out_of_memory"] == "loading" and row["pictures"] == []
+    assert row["out_of_memory"] == "loading" and row["images"] == []
 
 
 def test_a_package_that_is_not_there_is_told(tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def test_growing_memory_is_seen():
 def test_a_preview_that_changes_is_seen(monkeypatch):
     preview = Preview(soak.torch.device("cpu"), channels=8, size=8, pause=0.001)
     right = preview.decode
-    monkeypatch.setattr(preview, "decode", lambda: right() * (1 + (preview.pictures > 2)))
+    monkeypatch.setattr(preview, "decode", lambda: right() * (1 + (preview.images > 2)))
     with preview:
         while not preview.faults and preview.is_alive():
             preview.join(0.01)

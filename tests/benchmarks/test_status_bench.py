@@ -42,7 +42,7 @@ def test_the_steps_of_an_image_are_timed_without_what_comes_before_and_after():
     class Host:
         device = torch.device("cpu")
 
-        def picture(self, width, height, steps, at):
+        def image(self, width, height, steps, at):
             for part in ("the prompt", *[status.STEP] * steps, "the VAE", "the end"):
                 at(part)
 

@@ -240,8 +240,8 @@ def test_table_and_plot_are_written_between_the_marks(tmp_path, monkeypatch, cap
     text = page.read_text()
     assert text.startswith(f"before\n{table.BEGIN}\n| one UNet call |") and text.endswith(f"{table.END}\nafter\n")
     assert "old" not in text and "NVIDIA H200, measured with torch 2.11.0" in text
-    picture = text.split("](", 1)[1].split(")", 1)[0]
-    assert (page.parent / picture).is_file()
+    image = text.split("](", 1)[1].split(")", 1)[0]
+    assert (page.parent / image).is_file()
     assert table.main([]) == 0 and page.read_text() == text
 
 

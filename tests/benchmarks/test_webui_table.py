@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.webui import table
 from benchmarks.webui.hosts import HOSTS, LARGE
-from benchmarks.webui.pictures import KINDS
+from benchmarks.webui.images import KINDS
 
 
 def run(host: str, model: str = "sd15", **row: Any) -> dict[str, Any]:

@@ -67,11 +67,11 @@ DROPOUTS = (F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout2d)
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("function", DROPOUTS)
 def test_a_dropout_that_is_off_draws_nothing(function, inplace):
-    picture = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    image = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
     for off in ({"p": 0.5, "training": False}, {"p": 0.0, "training": True}):
-        same(lambda m, x, off=off: function(x.sin(), inplace=inplace, **off).cos() + x, picture)
+        same(lambda m, x, off=off: function(x.sin(), inplace=inplace, **off).cos() + x, image)
         # what it writes to is read afterwards by its other name
-        same(lambda m, x, off=off: [y := x.sin(), function(y, inplace=inplace, **off).mul_(2), y + 1][-1], picture)
+        same(lambda m, x, off=off: [y := x.sin(), function(y, inplace=inplace, **off).mul_(2), y + 1][-1], image)
 
 
 @pytest.mark.parametrize("function", DROPOUTS)

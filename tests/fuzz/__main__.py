@@ -93,7 +93,7 @@ class Soak:
                 self.faults.append(str(exc))
                 return
         if beside is not None:
-            self.counters["previews"] += beside.pictures
+            self.counters["previews"] += beside.images
             self.faults += [f"seed {seed}: {fault}" for fault in beside.faults]
         self.kinds.update(name for name, _ in events)
         self.counters.update(models=1, calls=w.calls, plan_runs=w.plan_runs, raised=w.raised)

@@ -30,15 +30,15 @@ def image(value: int) -> str:
 def test_scenes_are_of_every_kind_and_the_same_for_a_seed(host):
     scenes = HOSTS[host].scenes(3, SCENES)
     assert scenes == HOSTS[host].scenes(3, SCENES) != HOSTS[host].scenes(4, SCENES)
-    pictures = [(name, payload) for name, route, payload in scenes if route != "options" and name != "first"]
-    assert [name for name, _ in pictures] == [f"3/{i}" for i in range(SCENES)]
+    images = [(name, payload) for name, route, payload in scenes if route != "options" and name != "first"]
+    assert [name for name, _ in images] == [f"3/{i}" for i in range(SCENES)]
     told = json.dumps(scenes)
     assert "<lora:" in told and "img2img" in told and '"enable_hr": true' in told and '"options"' in told
     assert ("FreeU" in told) == (host in ("forge", "reforge"))
     if host != "a1111":
         assert ("tiny-control" if host == "sdnext" else '"model": "control"') in told
-    assert {payload["batch_size"] for _, payload in pictures} == {1, 2}
-    assert len({payload["sampler_name"] for _, payload in pictures}) >= 3
+    assert {payload["batch_size"] for _, payload in images} == {1, 2}
+    assert len({payload["sampler_name"] for _, payload in images}) >= 3
     assert ("CLIP_stop" in told and "token_merging" in told) == (host != "sdnext")
 
 

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from hosts.live import random_events, random_sequences, random_sites
-from hosts.live.random_sequences import Event, Picture, each_alone, sequence, storm_bound, storm_bound_of_all
+from hosts.live.random_sequences import Event, Image, each_alone, sequence, storm_bound, storm_bound_of_all
 from torch import nn
 
 HOSTS = ("a1111", "sdnext")
@@ -31,13 +31,13 @@ def test_the_same_seed_gives_the_same_images(host):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_laid_is_taken_later_and_once(host, seed):
     laid: dict[int, Event] = {}
-    pictures = sequence(seed, 80, host)
-    for picture in pictures:
-        assert [e.id for e in picture.before] == list(laid)
-        steps = [e.step for e in picture.events]
+    images = sequence(seed, 80, host)
+    for image in images:
+        assert [e.id for e in image.before] == list(laid)
+        steps = [e.step for e in image.events]
         assert steps == sorted(steps)
-        assert all(-1 <= step < picture.steps for step in steps)
-        for each in picture.events:
+        assert all(-1 <= step < image.steps for step in steps)
+        for each in image.events:
             assert (each.op == "lay") == (each.id not in laid)
             if each.op == "turn":
                 assert random_sites.can_turn(each.kind, each.keep)
@@ -46,14 +46,14 @@ def test_what_is_laid_is_taken_later_and_once(host, seed):
             elif each.op == "lay":
                 laid[each.id] = each
     assert not laid
-    assert 80 <= sum(len(picture.events) for picture in pictures) <= 81
+    assert 80 <= sum(len(image.events) for image in images) <= 81
 
 
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_patches_of_a_group_are_taken_in_the_reverse_order(host, seed):
     laid: list[Event] = []
-    for each in (e for picture in sequence(seed, 80, host) for e in picture.events):
+    for each in (e for image in sequence(seed, 80, host) for e in image.events):
         group = random_sites.SITES[each.kind].group
         if each.op == "lay":
             laid.append(each)
@@ -65,11 +65,11 @@ def test_patches_of_a_group_are_taken_in_the_reverse_order(host, seed):
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_calm_images_come_in_a_row_and_have_no_patch(host):
-    pictures = sequence(1, 200, host)
-    calm = [picture for picture in pictures if picture.calm]
-    assert not any(picture.events or picture.before for picture in calm)
-    assert sum(picture.calm == random_sequences.CALM for picture in calm) > 2
-    for one, other in zip(pictures, pictures[1:]):
+    images = sequence(1, 200, host)
+    calm = [image for image in images if image.calm]
+    assert not any(image.events or image.before for image in calm)
+    assert sum(image.calm == random_sequences.CALM for image in calm) > 2
+    for one, other in zip(images, images[1:]):
         if other.calm > 1:
             assert one.calm == other.calm - 1
             assert (one.width, one.height) == (other.width, other.height)
@@ -78,28 +78,28 @@ def test_calm_images_come_in_a_row_and_have_no_patch(host):
 @pytest.mark.parametrize("host", HOSTS)
 def test_each_kind_comes_by_itself(host):
     for short in (True, False):
-        pictures = each_alone(host, short=short)
-        assert {e.kind for picture in pictures for e in picture.events} == set(random_sites.kinds(host))
-        ids = [e.id for picture in pictures for e in picture.events if e.op == "lay"]
-        assert sorted(e.id for picture in pictures for e in picture.events if e.op == "take") == ids
+        images = each_alone(host, short=short)
+        assert {e.kind for image in images for e in image.events} == set(random_sites.kinds(host))
+        ids = [e.id for image in images for e in image.events if e.op == "lay"]
+        assert sorted(e.id for image in images for e in image.events if e.op == "take") == ids
 
 
 def test_behaviours_are_those_between_events():
-    assert Picture(128, 128, 4, 1).behaviours() == 1
-    assert Picture(128, 128, 4, 1, [event(-1, "lay")]).behaviours() == 1
-    assert Picture(128, 128, 4, 1, [event(2, "lay")]).behaviours() == 2
+    assert Image(128, 128, 4, 1).behaviours() == 1
+    assert Image(128, 128, 4, 1, [event(-1, "lay")]).behaviours() == 1
+    assert Image(128, 128, 4, 1, [event(2, "lay")]).behaviours() == 2
     assert (
-        Picture(128, 128, 4, 1, [event(0, "lay"), event(1, "turn", strength=3.0), event(2, "take")]).behaviours() == 3
+        Image(128, 128, 4, 1, [event(0, "lay"), event(1, "turn", strength=3.0), event(2, "take")]).behaviours() == 3
     )
     # laid and taken before the same step: nobody sees it
-    assert Picture(128, 128, 4, 1, [event(2, "lay"), event(2, "take")]).behaviours() == 1
+    assert Image(128, 128, 4, 1, [event(2, "lay"), event(2, "take")]).behaviours() == 1
     moving = event(0, "lay", kind="hook", keep="step")
-    assert Picture(128, 128, 5, 1, before=[moving]).behaviours() == 5
-    assert Picture(128, 128, 5, 1, [event(2, "take", kind="hook", keep="step")], before=[moving]).behaviours() == 3
+    assert Image(128, 128, 5, 1, before=[moving]).behaviours() == 5
+    assert Image(128, 128, 5, 1, [event(2, "take", kind="hook", keep="step")], before=[moving]).behaviours() == 3
 
 
 def test_a_storm_is_more_captures_than_behaviours():
-    plain, patched = Picture(128, 128, 8, 1), Picture(128, 128, 8, 1, [event(2, "lay")])
+    plain, patched = Image(128, 128, 8, 1), Image(128, 128, 8, 1, [event(2, "lay")])
     assert storm_bound(patched) == storm_bound(plain) + 1 < patched.steps
     assert storm_bound(plain, parts=3) == 4 + random_sequences.SPARE
     assert storm_bound_of_all([plain] * 50, [0] * 50) == storm_bound_of_all([plain], [0])
@@ -161,7 +161,7 @@ def status(captures: int, *, runs: int = 0, error: object = None, calls: int = 0
 )
 def test_a_fault_names_the_command_that_plays_it_again(now, words):
     options = random_events.arguments(["--host", "sdnext", "--events", "40", "--seed", "7", "--after"])
-    plan = random_events.Plan(7, 40, [Picture(128, 128, 6, 1, calm=random_sequences.CALM)])
+    plan = random_events.Plan(7, 40, [Image(128, 128, 6, 1, calm=random_sequences.CALM)])
     played = random_events.Events(options, [plan])
     played._judge_report(plan, 0, status(0), now)
     if words is None:
@@ -176,9 +176,9 @@ def test_the_command_line_chooses_what_is_played():
     options = random_events.arguments(["--events", "250", "--seed", "5", "--kinds", "eps,hook"])
     plans = random_events.planned(options)
     assert [(plan.seed, plan.events) for plan in plans] == [(5, 100), (6, 100), (7, 50)]
-    assert {e.kind for plan in plans for picture in plan.pictures for e in picture.events} == {"eps", "hook"}
-    options.pictures = "2:4"
-    assert [plan.pictures for plan in random_events.planned(options)] == [plan.pictures[2:4] for plan in plans]
+    assert {e.kind for plan in plans for image in plan.images for e in image.events} == {"eps", "hook"}
+    options.images = "2:4"
+    assert [plan.images for plan in random_events.planned(options)] == [plan.images[2:4] for plan in plans]
     with pytest.raises(SystemExit):
         random_events.arguments(["--kinds", "processor"])
 

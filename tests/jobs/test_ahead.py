@@ -588,7 +588,7 @@ def test_a_host_of_diffusers_is_ready_as_well_if_its_lock_told(sdnext, monkeypat
     monkeypatch.setattr(sys.modules["modules.call_queue"], "queue_lock", Queue())
     sdnext.modeldata.model_data.sd_model = pipeline()
     session = sdnext.session
-    sdnext.picture()
+    sdnext.image()
     accelerator = session.loaded()
     call = rehearsal.template(accelerator).signature
     KeptCalls().keep(ahead.kind_of(accelerator.module), KeptCall(Wanted(64, 64, 1), call))
@@ -601,5 +601,5 @@ def test_a_host_of_diffusers_is_ready_as_well_if_its_lock_told(sdnext, monkeypat
     ready._thread.join(LONG)
     assert session.rehearsals.jobs.status()["state"] == "done"
     assert sdnext.captures() == captures + 1
-    sdnext.picture()
+    sdnext.image()
     assert sdnext.captures() == captures + 1

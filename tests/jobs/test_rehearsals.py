@@ -260,6 +260,18 @@ def test_the_last_measurements_are_kept(tmp_path, monkeypatch):
         assert store.all() == []
 
 
+def test_measurements_that_were_kept_by_former_names_are_read(tmp_path):
+    store = measurements.Measurements(lambda: tmp_path / "cache")
+    net = torch.nn.Linear(10, 10).half()
+    store.add(net, [{"label": "former", "pictures": 4, "ready": True}], "1", "a host")
+    store.add(net, [{"label": "now", "images": 1, "ready": True}], "1", "a host")
+    rows = [row for each in store.all() for row in each["rows"]]
+    assert rows == [{"label": "former", "ready": True, "images": 4}, {"label": "now", "images": 1, "ready": True}]
+    # the next measurement writes all by today's name
+    store.add(net, [], "1", "a host")
+    assert "pictures" not in (tmp_path / "cache" / "measurements.json").read_text()
+
+
 @pytest.fixture
 def sdnext(monkeypatch):
     yield from hosted(monkeypatch)
@@ -267,13 +279,13 @@ def sdnext(monkeypatch):
 
 def test_sdnext_prepares_and_measures_alike(sdnext):
     sdnext.modeldata.model_data.sd_model = pipeline()
-    sdnext.picture()
+    sdnext.image()
     session = sdnext.session
     session.rehearsals.prepare(from_text("128x128", "1"))
     (row,) = ended(session)["rows"]
     assert row["ready"], row
     captures = sdnext.captures()
-    sdnext.picture(width=16, height=16)
+    sdnext.image(width=16, height=16)
     assert sdnext.captures() == captures
     session.rehearsals.measure(from_text("128x128", "1"))
     (row,) = ended(session)["rows"]

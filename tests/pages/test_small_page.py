@@ -68,9 +68,9 @@ def the_page_has_it_all(page):
 
 def a_image_shows_its_stages_and_the_next_its_pace(page):
     said = set()
-    picture = threading.Thread(target=page.click, args=[GENERATE])
-    picture.start()
-    while picture.is_alive():
+    image = threading.Thread(target=page.click, args=[GENERATE])
+    image.start()
+    while image.is_alive():
         said.add(badge(page))
         time.sleep(0.1)
     assert any(text.startswith("preparing 128x128") for text in said), said

@@ -49,8 +49,8 @@ def test_one_that_stays_gets_its_plan_whatever_was_before():
 
 
 def test_those_that_pay_are_captured_at_once():
-    pictures = [i // (PAID_AFTER + 1) for i in range(20 * (PAID_AFTER + 1))]
-    assert captures(CaptureBackoff(), pictures) == list(range(0, len(pictures), PAID_AFTER + 1))
+    images = [i // (PAID_AFTER + 1) for i in range(20 * (PAID_AFTER + 1))]
+    assert captures(CaptureBackoff(), images) == list(range(0, len(images), PAID_AFTER + 1))
 
 
 def test_a_plan_that_paid_long_ago_excuses_no_captures():
@@ -61,9 +61,9 @@ def test_a_plan_that_paid_long_ago_excuses_no_captures():
 
 
 def test_behaviours_that_come_back_get_their_plans_in_the_end():
-    picture = [0] * 8 + [behaviour for behaviour in range(1, 7) for _ in range(3)]
-    made = captures(CaptureBackoff(), picture * 40)
-    assert len(made) == 7 and made[-1] < 20 * len(picture)
+    image = [0] * 8 + [behaviour for behaviour in range(1, 7) for _ in range(3)]
+    made = captures(CaptureBackoff(), image * 40)
+    assert len(made) == 7 and made[-1] < 20 * len(image)
 
 
 def test_signatures_are_counted_by_themselves():
@@ -113,12 +113,12 @@ class Stepped(nn.Module):
 
 
 @pytest.fixture
-def pictures(monkeypatch):
-    """Makes a picture: gives what both models computed, and the counters of what it took."""
+def images(monkeypatch):
+    """Makes an image: gives what both models computed, and the counters of what it took."""
     module, twin = Stepped().eval(), Stepped().eval()
     acc = accelerate(module, CPU)
 
-    def picture(numbers):
+    def image(numbers):
         before = Counter(acc.report.as_dict()["counters"])
         acc.new_generation()
         for number in numbers:
@@ -127,27 +127,27 @@ def pictures(monkeypatch):
             torch.testing.assert_close(module(x), twin(x), rtol=1e-4, atol=1e-4)
         return Counter(acc.report.as_dict()["counters"]) - before
 
-    picture.report = acc.report
-    yield picture
+    image.report = acc.report
+    yield image
     acc.release()
 
 
-def test_a_number_that_changes_at_each_step_costs_two_captures(pictures):
-    first, second = pictures(range(STEPS)), pictures(range(STEPS))
+def test_a_number_that_changes_at_each_step_costs_two_captures(images):
+    first, second = images(range(STEPS)), images(range(STEPS))
     assert first["captures"] == 2 and second["captures"] <= 1
     # one replay in vain tells that the next have to look first
     assert first["misspeculated"] + second["misspeculated"] <= 2
-    assert any("changes again and again" in reason for reason in pictures.report.as_dict()["reasons"])
+    assert any("changes again and again" in reason for reason in images.report.as_dict()["reasons"])
 
 
-def test_a_number_that_comes_to_rest_gets_a_plan(pictures):
-    pictures(range(STEPS))
-    at_rest = pictures([STEPS] * STEPS)
+def test_a_number_that_comes_to_rest_gets_a_plan(images):
+    images(range(STEPS))
+    at_rest = images([STEPS] * STEPS)
     assert at_rest["captures"] == 1 and at_rest["eager_runs"] == STEPS - 2
-    assert pictures([STEPS] * STEPS) == {"eager_runs": STEPS}
+    assert images([STEPS] * STEPS) == {"eager_runs": STEPS}
 
 
-def test_numbers_that_alternate_waste_few_replays(pictures):
-    pictures([0] * (PAID_AFTER + 2) + [1] * (PAID_AFTER + 2))
-    again = pictures([0, 1] * STEPS)
+def test_numbers_that_alternate_waste_few_replays(images):
+    images([0] * (PAID_AFTER + 2) + [1] * (PAID_AFTER + 2))
+    again = images([0, 1] * STEPS)
     assert again["captures"] == 0 and again["eager_runs"] >= 2 * STEPS and again["misspeculated"] <= 2

@@ -12,7 +12,7 @@ from sfast_ext.tools.lib.pipelines import DIGITS
 CPU = torch.device("cpu")
 
 
-def picture(pipe, prompt, **options):
+def image(pipe, prompt, **options):
     pipe.set_progress_bar_config(disable=True)
     options = {"width": 128, "height": 128, "num_inference_steps": 6, **options}
     return pipe(prompt, generator=torch.Generator().manual_seed(0), output_type="np", **options).images[0]
@@ -21,7 +21,7 @@ def picture(pipe, prompt, **options):
 def test_the_trained_pipeline_writes_the_digit_that_it_is_told():
     pipe, name, prompts = pipelines.chosen(None, dtype=torch.float32, device=CPU)
     assert prompts == DIGITS and "digits" in name
-    zero, three, seven = ((picture(pipe, DIGITS[digit]) < 0.5).all(-1) for digit in (0, 3, 7))
+    zero, three, seven = ((image(pipe, DIGITS[digit]) < 0.5).all(-1) for digit in (0, 3, 7))
     # ink in the middle, but in the ring of a zero
     assert not zero[52:76, 56:72].any() and three[52:76, 40:88].any()
     assert all(0.04 < digit.mean() < 0.4 for digit in (zero, three, seven))
@@ -45,7 +45,7 @@ def test_what_was_trained_is_read_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["tiny-sd21", "tiny-sdxl"])
 def test_random_pipelines(name, two_levels):
     pipe = pipelines.random_pipeline(name, dtype=torch.float32, device=CPU)
-    drawn = picture(pipe, "anything", width=64, height=72, num_inference_steps=1)
+    drawn = image(pipe, "anything", width=64, height=72, num_inference_steps=1)
     assert drawn.shape == (72, 64, 3)
     assert pipe.unet.config.cross_attention_dim == models.unet_config(name)["cross_attention_dim"]
 
@@ -54,5 +54,5 @@ def test_a_folder_of_sdxl_is_read_as_it_was_written(tmp_path, two_levels):
     pipe = pipelines.random_pipeline("tiny-sdxl", dtype=torch.float32, device=CPU)
     pipe.save_pretrained(tmp_path)
     again = pipelines.load_pipeline(str(tmp_path), dtype=torch.float32, device=CPU)
-    one, other = (picture(each, "anything", width=64, height=64, num_inference_steps=1) for each in (pipe, again))
+    one, other = (image(each, "anything", width=64, height=64, num_inference_steps=1) for each in (pipe, again))
     assert abs(one - other).max() < 1e-5 < one.std()

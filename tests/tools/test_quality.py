@@ -109,8 +109,8 @@ def test_a_wrong_image_is_a_fault(tmp_path, monkeypatch, capsys):
     own = Series.accelerated
 
     def wrong(series, device, **lossy):
-        pictures, bypassed = own(series, device, **lossy)
-        return [picture * 0.98 for picture in pictures], bypassed
+        images, bypassed = own(series, device, **lossy)
+        return [image * 0.98 for image in images], bypassed
 
     monkeypatch.setattr(Series, "accelerated", wrong)
     assert run(tmp_path) == 1
@@ -134,10 +134,10 @@ def test_what_cannot_be_had_is_told_at_once(tmp_path, monkeypatch, capsys):
     assert "has no prompts" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("pictures", ["0", "-1", "two"])
-def test_a_number_of_images_that_is_none(pictures, capsys):
+@pytest.mark.parametrize("images", ["0", "-1", "two"])
+def test_a_number_of_images_that_is_none(images, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["quality", "--images", pictures])
+        cli.main(["quality", "--images", images])
     assert "must be a whole number from 1" in capsys.readouterr().err
 
 
@@ -211,11 +211,11 @@ def test_weights_are_the_same_after_exact_images():
     pipe.set_progress_bar_config(disable=True)
     before = {key: value.clone() for key, value in pipe.unet.state_dict().items()}
     series = Series(pipe, ["a"], 1, 2, (64, 64), lambda: None)
-    pictures = []
+    images = []
     own = Series.image
-    series.image = lambda *job: pictures.append(pipe.vae.dtype) or own(series, *job)
+    series.image = lambda *job: images.append(pipe.vae.dtype) or own(series, *job)
     (exact,) = series.exact()
-    assert pictures == [torch.float32] and np.isfinite(exact).all()
+    assert images == [torch.float32] and np.isfinite(exact).all()
     assert pipe.unet.dtype == pipe.vae.dtype == torch.float16
     assert all(torch.equal(before[key], value) for key, value in pipe.unet.state_dict().items())
     # the noise is that of the model's own arithmetic
@@ -224,8 +224,8 @@ def test_weights_are_the_same_after_exact_images():
 
 
 def test_likeness():
-    picture = np.random.default_rng(0).random((16, 24, 3))
-    same = likeness.likeness(picture, picture)
+    image = np.random.default_rng(0).random((16, 24, 3))
+    same = likeness.likeness(image, image)
     assert same.psnr == likeness.HIGHEST and same.ssim in (None, pytest.approx(1))
     flat = np.full((16, 24, 3), 0.5)
     assert likeness.likeness(flat, flat + 0.1).psnr == pytest.approx(20)
@@ -276,5 +276,5 @@ def test_a_difference_is_amplified_to_be_seen():
 
 
 def test_large_images_are_made_smaller():
-    pictures = [np.zeros((512, 768, 3))] * 2
-    assert contact_sheet.sheet(("a", "b"), [(pictures, ("x", "y"))]).size == (2 * 260 + 4, 16 + 171 + 16 + 4 + 4)
+    images = [np.zeros((512, 768, 3))] * 2
+    assert contact_sheet.sheet(("a", "b"), [(images, ("x", "y"))]).size == (2 * 260 + 4, 16 + 171 + 16 + 4 + 4)

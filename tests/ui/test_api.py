@@ -176,7 +176,7 @@ def test_a_job_is_started_with_what_was_asked_for(kind):
     app = fastapi.FastAPI()
     started = Started()
     api.register(app, source(jobs=started.jobs()))
-    body = {"sizes": ["512x512", "768x512", "512x512"], "pictures": [1, 4]}
+    body = {"sizes": ["512x512", "768x512", "512x512"], "images": [1, 4]}
     answer = client(app).post(f"/sfast/v1/{kind}", json=body)
     assert answer.status_code == 202 and answer.json()["kind"] == kind
     labels = ["512x512, 1 image", "512x512, 4 images", "768x512, 1 image", "768x512, 4 images"]
@@ -198,14 +198,15 @@ def test_a_job_that_cannot_start_says_why():
         (b"[]", "application/json", 422, "must be an object"),
         (b"\xff{", "application/json", 422, "must be JSON"),
         (b"[" * 5000, "application/json; charset=utf-8", 422, "must be JSON"),
-        (b'{"sizes": ["512x512"], "picture": [1]}', "application/json", 422, "unknown field 'picture'"),
+        (b'{"sizes": ["512x512"], "image": [1]}', "application/json", 422, "unknown field 'image'"),
         (b'{"sizes": ["512"]}', "application/json", 422, "one is '512'"),
         (b'{"sizes": ["512x515"]}', "application/json", 422, "divisible by 8; one is 512x515"),
         (b'{"sizes": ["512x9999999999"]}', "application/json", 422, "width x height"),
-        (b'{"sizes": ["512x512"], "pictures": [true]}', "application/json", 422, "one is True"),
-        (b'{"sizes": ["512x512"], "pictures": [1.0]}', "application/json", 422, "one is 1.0"),
-        (b'{"sizes": ["512x512"], "pictures": [17]}', "application/json", 422, "from 1 to 16; one is 17"),
-        (b'{"sizes": ["512x512"], "pictures": []}', "application/json", 422, "at least one number"),
+        (b'{"sizes": ["512x512"], "images": [true]}', "application/json", 422, "one is True"),
+        (b'{"sizes": ["512x512"], "images": [1.0]}', "application/json", 422, "one is 1.0"),
+        (b'{"sizes": ["512x512"], "images": [17]}', "application/json", 422, "from 1 to 16; one is 17"),
+        (b'{"sizes": ["512x512"], "images": []}', "application/json", 422, "at least one number"),
+        (b'{"sizes": ["512x512"], "pictures": [1], "images": [1]}', "application/json", 422, "leave pictures out"),
         (b'{"sizes": ["512x512"], "tokens": [77]}', "application/json", 422, "among 75, 150, 225; one is 77"),
         (json.dumps({"sizes": ["512x512"] * 33}).encode(), "application/json", 422, "at most 32"),
         (b'{"sizes": ["512x512"]}', "text/plain", 415, "application/json"),

@@ -22,6 +22,10 @@ def test_every_entry_can_be_reached_by_its_anchor():
     assert not [kind for kind in TABLE if f'<a id="{kind.code}"></a><h3>' not in page]
 
 
+def test_a_former_anchor_leads_to_the_same_entry():
+    assert '<a id="different-picture"></a><a id="different-image"></a><h3>The result' in help_page.html()
+
+
 def test_nothing_of_the_markup_is_left():
     text = re.sub(r"<[^>]+>", "", help_page.html())
     assert not [mark for mark in ("**", "`", "](", "<a id", "\n#") if mark in text]

@@ -98,7 +98,7 @@ def played(times=1.0):
 OBJECTS = st.fixed_dictionaries(
     {"sizes": st.lists(SIZES | JSON, max_size=5) | JSON},
     optional={
-        "pictures": st.lists(st.integers(-2, 20) | JSON, max_size=5) | JSON,
+        "images": st.lists(st.integers(-2, 20) | JSON, max_size=5) | JSON,
         "tokens": st.lists(st.sampled_from([75, 150, 77]) | JSON, max_size=5) | JSON,
         "other": JSON,
     },
@@ -136,7 +136,7 @@ def test_methods_and_paths_that_are_not_there(server, data):
 def test_what_the_description_allows_is_taken(server):
     """The strategies above would show nothing if all was refused."""
     for path, schema in server.bodies.items():
-        body = {"sizes": ["512x768"], "pictures": [2], "tokens": [75, 225]}
+        body = {"sizes": ["512x768"], "images": [2], "tokens": [75, 225]}
         assert valid(body, schema) and server.http.post(path, json=body).status_code == 202
     assert len(server.started) == len(server.bodies) == 2
     server.started.clear()

@@ -10,8 +10,8 @@ import pytest
 from sfast_ext.ui import requests
 
 
-def labels(sizes, pictures=""):
-    return [each.label for each in requests.from_text(sizes, pictures)]
+def labels(sizes, images=""):
+    return [each.label for each in requests.from_text(sizes, images)]
 
 
 def test_what_a_user_writes_is_understood():
@@ -51,7 +51,7 @@ def test_other_lengths_from_the_page_are_refused(tokens):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "pictures", "said"),
+    ("sizes", "images", "said"),
     [
         ("", "1", "at least one size"),
         (None, None, "at least one size"),
@@ -64,19 +64,39 @@ def test_other_lengths_from_the_page_are_refused(tokens):
         ("٥١٢x512", "", "one is"),
     ],
 )
-def test_what_is_not_valid_is_refused_by_name(sizes, pictures, said):
+def test_what_is_not_valid_is_refused_by_name(sizes, images, said):
     with pytest.raises(ValueError, match=said) as caught:
-        requests.from_text(sizes, pictures)
+        requests.from_text(sizes, images)
     # for a console of any code page
     assert len(str(caught.value)) < 200 and str(caught.value).isascii()
 
 
 def test_the_schema_says_what_is_taken():
-    sizes, pictures = requests.SCHEMA["properties"]["sizes"], requests.SCHEMA["properties"]["pictures"]
+    sizes, images = requests.SCHEMA["properties"]["sizes"], requests.SCHEMA["properties"]["images"]
     for size in ("64x64", "4096x4096", "512x768"):
         assert re.search(sizes["items"]["pattern"], size)
-        for number in (pictures["items"]["minimum"], pictures["items"]["maximum"]):
-            assert requests.from_body(json.dumps({"sizes": [size], "pictures": [number]}).encode())
-    assert len(requests.from_body(json.dumps({"sizes": ["512x512"], "pictures": pictures["default"]}).encode())) == 1
+        for number in (images["items"]["minimum"], images["items"]["maximum"]):
+            assert requests.from_body(json.dumps({"sizes": [size], "images": [number]}).encode())
+    assert len(requests.from_body(json.dumps({"sizes": ["512x512"], "images": images["default"]}).encode())) == 1
     tokens = requests.SCHEMA["properties"]["tokens"]["items"]["enum"]
     assert len(requests.from_body(json.dumps({"sizes": ["512x512"], "tokens": tokens}).encode())) == len(tokens) == 3
+
+
+def test_the_former_name_of_a_field_is_taken_in_its_place():
+    asked = {"sizes": ["512x512", "64x64"], "images": [1, 4]}
+    former = {"sizes": asked["sizes"], "pictures": asked["images"]}
+    found = requests.from_body(json.dumps(former).encode())
+    assert found == requests.from_body(json.dumps(asked).encode()) and [each.images for each in found] == [1, 4, 1, 4]
+    for wrong in ([], [17], None):
+        with pytest.raises(ValueError, match="images must be"):
+            requests.from_body(json.dumps({**former, "pictures": wrong}).encode())
+    for twice in (asked["images"], [2], None):
+        with pytest.raises(ValueError, match="images and pictures, .* are both there"):
+            requests.from_body(json.dumps({**asked, "pictures": twice}).encode())
+
+
+def test_the_schema_has_the_former_name_as_one():
+    former, images = (requests.SCHEMA["properties"][name] for name in ("pictures", "images"))
+    assert former["deprecated"] and "deprecated" not in images
+    # a client may send defaults by itself, and both at once are refused
+    assert "default" not in former and former["items"] == images["items"]

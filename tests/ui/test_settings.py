@@ -381,7 +381,7 @@ def test_a_small_card_has_limits_above_what_is_set(monkeypatch, gigabytes, chose
 
 
 def test_presets_that_change_pixels_are_named_in_the_infotext():
-    for preset in ("same picture", "small card"):
+    for preset in ("same image", "small card"):
         assert settings.infotext(settings.config_from(Options(sfast_preset=preset))) == {}
     config = settings.config_from(Options(sfast_preset="faster sums on GeForce"))
     assert config == HostConfig(faster_sums=True)
@@ -392,8 +392,35 @@ def test_presets_that_change_pixels_are_named_in_the_infotext():
     both = settings.config_from(Options(sfast_preset="faster sums on GeForce", sfast_eight_bits=True))
     assert settings.infotext(both) == {"Stable Fast faster sums": True, "Stable Fast 8 bits": True}
     assert settings.config_from(Options(sfast_preset="small card", sfast_eight_bits="on")).eight_bits
-    assert settings.config_from(Options(sfast_preset="same picture")) == HostConfig()
+    assert settings.config_from(Options(sfast_preset="same image")) == HostConfig()
     report = Report()
     assert settings.config_from(Options(sfast_preset="faster"), report) == HostConfig()
     (event,) = report.as_dict()["events"]
-    assert "sfast_preset" in event["message"] and "'same picture' stays" in event["message"]
+    assert "sfast_preset" in event["message"] and "'same image' stays" in event["message"]
+
+
+@pytest.mark.parametrize("option_info", [A1111OptionInfo, SDNextOptionInfo])
+def test_a_choice_that_was_stored_by_its_former_name_is_shown_by_its_name(option_info):
+    opts = Options(sfast_preset="same picture", sfast_check="always", sd_vae="same picture")
+    for _ in range(2):
+        settings.register(opts, option_info)
+        assert opts.data == {"sfast_preset": "same image", "sfast_check": "always", "sd_vae": "same picture"}
+    option = opts.data_labels["sfast_preset"]
+    assert opts.sfast_preset in option.component_args["choices"] and option.default == "same image"
+
+
+def test_no_setting_is_stored_that_was_not():
+    opts = Options()
+    settings.register(opts, SDNextOptionInfo)
+    assert opts.data == {}
+
+
+def test_former_names_of_choices_are_read_as_what_they_meant():
+    report, preset = Report(), settings_table.PRESET
+    assert settings.config_from(Options(sfast_preset="small card"), report).max_graphs == 4
+    assert settings.config_from(Options(sfast_preset="same picture"), report) == HostConfig()
+    assert said(report) == [] and settings.accepts(preset, "same picture")
+    assert not settings.accepts(settings_table.LOG_LEVEL, "same picture")
+    for (key, former), name in settings_table.FORMER.items():
+        setting = next(each for each in settings_table.ALL if each.key == key)
+        assert name in setting.choices and former not in setting.choices

@@ -59,7 +59,7 @@ def test_it_has_a_place_for_the_tables_and_its_buttons(gradio):
     buttons = ("drop", "report", "prepare", "measure", "compare", "cancel", "on", "off")
     # the page's own functions, under the page's own authentication, and not among the named ones of its API
     assert all(by_id(name).events[0]["api_name"] is False for name in buttons)
-    fields = ("report_text", "sizes", "pictures", "tokens", "refresh", *buttons)
+    fields = ("report_text", "sizes", "images", "tokens", "refresh", *buttons)
     assert all(by_id(name).do_not_save_to_config for name in fields)
 
 
@@ -81,7 +81,7 @@ def test_sizes_of_the_fields_are_started_and_followed(gradio, name):
     asked = []
     tab.tabs(actions(**{name: asked.append}))
     click, then = by_id(name).events
-    assert click["inputs"] == [by_id(field) for field in ("sizes", "pictures", "tokens")]
+    assert click["inputs"] == [by_id(field) for field in ("sizes", "images", "tokens")]
     assert click["outputs"] == [by_id("told")]
     assert click["fn"]("512x512, 768x512", "2", []) == "" and "watch" in then["_js"]
     assert [each.label for each in asked[0]] == ["512x512, 2 images", "768x512, 2 images"]
@@ -127,7 +127,7 @@ def test_a_comparison_is_started_and_followed_or_says_why_not(gradio):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "pictures", "tokens", "field"),
+    ("sizes", "images", "tokens", "field"),
     [
         ("", "1", [], "sizes"),
         (" ; ", "1", [], "sizes"),
@@ -136,21 +136,21 @@ def test_a_comparison_is_started_and_followed_or_says_why_not(gradio):
         ("wide", "1", [], "sizes"),
         ("512", "2", [], "sizes"),
         (",".join(f"{64 + 8 * n}x64" for n in range(33)), "1", [], "sizes"),
-        ("512x512", "0", [], "pictures"),
-        ("512x512", "1, 17", [], "pictures"),
-        ("512x512", "two", [], "pictures"),
-        ("512x512", "-1", [], "pictures"),
-        ("512x512", "1.5", [], "pictures"),
+        ("512x512", "0", [], "images"),
+        ("512x512", "1, 17", [], "images"),
+        ("512x512", "two", [], "images"),
+        ("512x512", "-1", [], "images"),
+        ("512x512", "1.5", [], "images"),
         ("512x512", "1", ["76"], "tokens"),
         ("512x512", "1", ["many"], "tokens"),
     ],
 )
-def test_a_fault_names_its_field_for_the_cursor(gradio, sizes, pictures, tokens, field):
+def test_a_fault_names_its_field_for_the_cursor(gradio, sizes, images, tokens, field):
     for name in ("prepare", "measure"):
         Component.made = []
         tab.tabs(actions())
         click, then = by_id(name).events
-        assert f'data-field="stable_fast_{field}"' in click["fn"](sizes, pictures, tokens)
+        assert f'data-field="stable_fast_{field}"' in click["fn"](sizes, images, tokens)
         assert "toFault" in then["_js"] and by_id(field) is not None
 
 

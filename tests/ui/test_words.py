@@ -24,7 +24,7 @@ ON = {"accelerated": 20, "bypassed": 0, "prepared": 0}
 
 
 @pytest.mark.parametrize(
-    ("shapes", "pictures", "said"),
+    ("shapes", "images", "said"),
     [
         (UNET, 1, "512x512, 1 image, 77 tokens"),
         (UNET, 2, "512x512, 2 images, 77 tokens"),
@@ -40,8 +40,8 @@ ON = {"accelerated": 20, "bypassed": 0, "prepared": 0}
         ([(1, 16, 1, 64, 64), (1,), (1, 77, 1024), (1, 1, 512, 512)], 1, "512x512, 1 image, 77 tokens"),
     ],
 )
-def test_a_call_is_called_by_its_size(shapes, pictures, said):
-    assert words.size_words(shapes, pictures) == said
+def test_a_call_is_called_by_its_size(shapes, images, said):
+    assert words.size_words(shapes, images) == said
 
 
 def test_a_plan_in_one_line():

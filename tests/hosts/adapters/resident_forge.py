@@ -164,7 +164,7 @@ class Running:
         self.host.load(seed, CHANNELS)
         self.lora(**self.loras)
 
-    def picture(self, steps: int = 2, size: int = 8) -> float:
+    def image(self, steps: int = 2, size: int = 8) -> float:
         """Make an image; how far it is from that without us."""
         wanted = self.of(self.seed, steps, size, **self.loras)
         self.card.peak = 0

@@ -46,8 +46,8 @@ def count(name: str) -> int:
     return sum(status()["counters"].get(n, 0) for n in names)
 
 
-def same(picture: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
-    return float((picture - expected).norm() / expected.norm()) < tolerance
+def same(image: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
+    return float((image - expected).norm() / expected.norm()) < tolerance
 
 
 def untouched(seed: int, channels: int = 32, loras: dict[str, float] | None = None, **options: Any) -> torch.Tensor:
@@ -135,9 +135,9 @@ def test_lora_is_brought_up_to_date_and_keeps_the_plans(host):
     captures = count("captures")
     for loras in ({"a": 1.0}, {"a": 0.5}, {"a": 0.5, "b": 1.0}, {"b": 1.0}, {}):
         host.lora(**loras)
-        picture = host.generate()
-        assert same(picture, reference(1, loras=loras)), loras
-        assert same(picture, plain) == (not loras)
+        image = host.generate()
+        assert same(image, reference(1, loras=loras)), loras
+        assert same(image, plain) == (not loras)
     assert count("captures") == captures and status()["reasons"] == {}
 
 
@@ -225,10 +225,10 @@ def test_unloading_through_the_api_gives_everything_back(host):
 
 def test_the_refiner_switches_within_a_generation(host):
     started(host)
-    picture = host.generate(steps=6, refiner=lambda: host.switch(2))
+    image = host.generate(steps=6, refiner=lambda: host.switch(2))
     with standin.running() as other:
         other.load(1)
-        assert same(picture, other.generate(steps=6, refiner=lambda: other.switch(2)))
+        assert same(image, other.generate(steps=6, refiner=lambda: other.switch(2)))
     assert count("captures") == 1 and count("plans run") == 5
 
 
@@ -236,11 +236,11 @@ def test_the_refiner_as_a_model_of_its_own(host):
     started(host)
     one, two = host.model_data.sd_model, host.load(2, channels=64, limit=2)
     host.reuse(one)
-    picture = host.generate(steps=6, refiner=lambda: host.reuse(two))
+    image = host.generate(steps=6, refiner=lambda: host.reuse(two))
     a1111.A1111Session.running.release()
     host.forget_callbacks()
     host.reuse(one)
-    assert same(picture, host.generate(steps=6, refiner=lambda: host.reuse(two)))
+    assert same(image, host.generate(steps=6, refiner=lambda: host.reuse(two)))
     assert count("plans run") == 4
 
 
@@ -439,11 +439,11 @@ def test_a_class_that_a_script_of_the_users_patches_goes_to_the_original(host):
     own, state, before = BasicTransformerBlock.forward, {"k": 1.0}, count("plans run")
     try:
         BasicTransformerBlock.forward = lambda self, *x, **k: own(self, *x, **k) * state["k"]
-        pictures = [host.generate() for state["k"] in (1.0, 3.0)]
-        assert same(pictures[1], untouched(1), 1e-5)
+        images = [host.generate() for state["k"] in (1.0, 3.0)]
+        assert same(images[1], untouched(1), 1e-5)
     finally:
         BasicTransformerBlock.forward = own
-    assert not same(*pictures) and count("plans run") == before
+    assert not same(*images) and count("plans run") == before
     (reason,) = status()["reasons"]
     assert "has a foreign forward of its class" in reason and "in adapters/test_a1111.py" in reason
     assert same(host.generate(), reference(1)) and count("captures") == 1

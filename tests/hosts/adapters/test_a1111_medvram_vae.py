@@ -28,7 +28,7 @@ VAE = sum(p.nbytes for p in vaes.make_vae(1).parameters())
 # activations, indices, results of tiny models
 SMALL = UNET // 5
 LATENT = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(7))
-PICTURE = torch.randn((1, 3, 32, 32), generator=torch.Generator().manual_seed(9))
+IMAGE = torch.randn((1, 3, 32, 32), generator=torch.Generator().manual_seed(9))
 
 
 @functools.lru_cache(maxsize=None)
@@ -39,7 +39,7 @@ def decoded(seed: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=None)
 def encoded(seed: int) -> torch.Tensor:
-    return vaes.encode(SimpleNamespace(first_stage_model=vaes.make_vae(seed)), PICTURE)
+    return vaes.encode(SimpleNamespace(first_stage_model=vaes.make_vae(seed)), IMAGE)
 
 
 class Running:
@@ -67,12 +67,12 @@ class Running:
         return int(self.session.report.counter(name))
 
     @torch.no_grad()
-    def picture(self, seed: int = 2, image: bool = False) -> list[str]:
+    def image(self, seed: int = 2, from_image: bool = False) -> list[str]:
         """An image, from an image or not, whose VAE has this seed. How that encoded and decoded: "original",
         "prepared", "plan"."""
         if self._card is not None:
             self._card.peak = 0
-        did = [self._did(lambda: vaes.encode(self.model, PICTURE.to(GPU)), encoded(seed))] if image else []
+        did = [self._did(lambda: vaes.encode(self.model, IMAGE.to(GPU)), encoded(seed))] if from_image else []
         self.model.cond_stage_model(torch.zeros(2, 7, standin.CONTEXT).to(GPU))
         self.host.request()
         did.append(self._did(lambda: vaes.decode(self.model, LATENT.to(GPU)), decoded(seed)))
@@ -119,7 +119,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
 @pytest.mark.parametrize("on", FLAGS, indirect=True)
 def test_both_parts_come_and_leave_together(on: Running) -> None:
     for wanted in ("original", "prepared", "plan", "plan"):
-        assert on.picture(image=True) == [wanted] * 2
+        assert on.image(from_image=True) == [wanted] * 2
     # the second copy of the weights, which the host would make, is never there
     assert on.card.peak < UNET + VAE + 2 * SMALL + on.card.graph_bytes
     assert on.counter("errors") == 0 and on.counter("vae_captures") == 2
@@ -133,24 +133,24 @@ def test_both_parts_come_and_leave_together(on: Running) -> None:
 @pytest.mark.parametrize("on", FLAGS[1:2], indirect=True)
 def test_another_vae_is_decoded(on: Running) -> None:
     for _ in range(3):
-        on.picture()
+        on.image()
     on.vae.load_state_dict(vaes.make_vae(3).state_dict())
     on.host.fire("model_loaded", on.model)
-    assert [on.picture(3) for _ in range(2)] == [["plan"], ["plan"]]
+    assert [on.image(3) for _ in range(2)] == [["plan"], ["plan"]]
     on.vae.load_state_dict({k: v.clone() for k, v in vaes.make_vae(2).state_dict().items()}, assign=True)
     on.host.fire("model_loaded", on.model)
-    assert [on.picture() for _ in range(2)] == [["plan"], ["plan"]]
+    assert [on.image() for _ in range(2)] == [["plan"], ["plan"]]
     assert on.counter("vae_captures") == 1 and on.counter("errors") == 0
 
 
 @pytest.mark.parametrize("on", FLAGS[:1], indirect=True)
 def test_it_is_the_webuis_again_if_that_is_wished(on: Running) -> None:
     for _ in range(3):
-        on.picture()
+        on.image()
     on.host.opts.sfast_vae = False
-    assert on.picture() == ["original"] and accelerator_of(on.vae.decoder) is None
+    assert on.image() == ["original"] and accelerator_of(on.vae.decoder) is None
     on.host.opts.sfast_vae = True
-    assert [on.picture() for _ in range(3)] == [["original"], ["prepared"], ["plan"]]
+    assert [on.image() for _ in range(3)] == [["original"], ["prepared"], ["plan"]]
     assert on.counter("errors") == 0
 
 
@@ -168,12 +168,12 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, blocks: b
         on = Running(host, None, blocks, dtype)
         try:
             for wanted in ("original", "prepared", "plan", "plan", "plan", "plan", "plan", "plan"):
-                assert on.picture(image=True) == [wanted] * 2
+                assert on.image(from_image=True) == [wanted] * 2
                 assert not any(p.is_cuda for p in on.vae.parameters())
                 held.append(torch.cuda.memory_allocated())
             on.vae.load_state_dict(vaes.make_vae(3).state_dict())
             host.fire("model_loaded", on.model)
-            assert on.picture(3, image=True) == ["plan"] * 2
+            assert on.image(3, from_image=True) == ["plan"] * 2
             assert on.counter("errors") == 0 and on.counter("weights_put_back") > 0
             # what stays is the workspaces of cuBLAS, which alone are larger than both models
             assert held[-1] == held[-2] == held[-3]

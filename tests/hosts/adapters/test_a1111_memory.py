@@ -43,7 +43,7 @@ class Running:
         assert a1111.A1111Session.running is not None
         return int(a1111.A1111Session.running.report.counter(name))
 
-    def picture(self, expected: torch.Tensor) -> int:
+    def image(self, expected: torch.Tensor) -> int:
         """Make an image, which is to be this; how many plans ran."""
         runs = self.counter("replays") + self.counter("eager_runs")
         found = self.host.generate().to("cpu")
@@ -71,7 +71,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
         a1111.start("test")
         host.load(1)
         on = Running(host, card)
-        assert on.picture(expected) > 0 and card.holds(on.unet.out[2].weight)
+        assert on.image(expected) > 0 and card.holds(on.unet.out[2].weight)
         yield on
         a1111.A1111Session.stop()
         assert host.errors == []
@@ -94,7 +94,7 @@ def test_where_memory_is_short_a_checkpoint_takes_no_more_than_without_us(on, mo
     largest = max(p.nbytes for p in on.unet.parameters())
     assert held[0] < SMALL
     captures = on.counter("captures")
-    assert on.picture(expected) > 0
+    assert on.image(expected) > 0
     assert on.card.peak < SIZE + 2 * largest + SMALL + on.card.graph_bytes
     assert on.counter("captures") == captures and on.counter("memory_given_back") == 1
 
@@ -104,7 +104,7 @@ def test_where_there_is_room_graphs_stay(on):
     expected = of(2)
     graphs = on.counter("graph_captures")
     on.host.switch(2)
-    assert on.picture(expected) > 0
+    assert on.image(expected) > 0
     assert on.counter("memory_given_back") == 0 and on.counter("graph_captures") == graphs
 
 
@@ -127,7 +127,7 @@ def test_a_model_that_is_thrown_away_leaves_nothing(on, channels, monkeypatch):
     captures = on.counter("captures")
     on.host.load(3, channels)
     assert held[0] < SMALL
-    assert on.picture(expected) > 0
+    assert on.image(expected) > 0
     assert on.counter("captures") == captures + (channels != 32)
 
 
@@ -138,7 +138,7 @@ def test_a_model_that_is_thrown_away_leaves_nothing(on, channels, monkeypatch):
 def test_graphs_go_if_the_host_needs_the_memory(on, what, room, monkeypatch):
     expected = of(1)
     vae = on.host.model_data.sd_model.first_stage_model
-    latent, picture = torch.zeros(1, 4, 8, 8).to(GPU), torch.zeros(1, 3, 32, 32).to(GPU)
+    latent, image = torch.zeros(1, 4, 8, 8).to(GPU), torch.zeros(1, 3, 32, 32).to(GPU)
     # of its second width, 32 channels, in the decoder, of the first in the encoder
     needs = {"decode": 1.5 * 3 * 32 * 32 * 32 * 4, "encode": 1.5 * 5 * 16 * 32 * 32 * 4, "upscale": 0}
     needed = int(needs[what] + (gpu_room.IDLE_RESERVE if what == "upscale" else gpu_room.WORKSPACE))
@@ -147,13 +147,13 @@ def test_graphs_go_if_the_host_needs_the_memory(on, what, room, monkeypatch):
     on.card.capacity = on.card.used - on.card.graph_bytes + free + (on.card.graph_bytes if room else 0)
     with torch.no_grad():
         if what == "upscale":
-            sys.modules["modules.upscaler"].Upscaler().upscale(picture, 2)
+            sys.modules["modules.upscaler"].Upscaler().upscale(image, 2)
         else:
-            vae.decoder(latent) if what == "decode" else vae.encoder(picture)
+            vae.decoder(latent) if what == "decode" else vae.encoder(image)
     assert bool(on.card.graph_bytes) == room
     on.card.capacity += 12 * SIZE
     captures = on.counter("captures")
-    assert on.picture(expected) > 0 and on.counter("captures") == captures and on.card.graph_bytes
+    assert on.image(expected) > 0 and on.counter("captures") == captures and on.card.graph_bytes
 
 
 @pytest.mark.parametrize("on", [4], indirect=True)
@@ -191,7 +191,7 @@ class Medvram:
         model.cond_stage_model.register_forward_pre_hook(lambda *_: self.held.append(card.used))
 
     @torch.no_grad()
-    def picture(self, **job: Any) -> torch.Tensor:
+    def image(self, **job: Any) -> torch.Tensor:
         model = self.host.model_data.sd_model
         self.held, self.card.peak = [], 0
         model.cond_stage_model(torch.zeros(2, 7, standin.CONTEXT).to(GPU))
@@ -238,11 +238,11 @@ def lowvram(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medvram]:
 @pytest.mark.parametrize(("medvram", "kept"), [(1.7, False), (4, True)], indirect=["medvram"])
 def test_with_medvram_every_image_is_accelerated_in_the_memory_it_has(medvram, kept):
     expected, other = of(1), of(1)
-    torch.testing.assert_close(medvram.picture(), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(medvram.image(), expected, rtol=1e-3, atol=1e-4)
     assert medvram.counted("captures", "graph_captures") == [1, 1]
     for number in range(2, 4):
         before = medvram.counted("replays", "graph_captures")
-        torch.testing.assert_close(medvram.picture(), other, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(medvram.image(), other, rtol=1e-3, atol=1e-4)
         runs, graphs = (b - a for a, b in zip(before, medvram.counted("replays", "graph_captures")))
         assert (runs, graphs) == (3, 0 if kept else 1), number
         # the second copy of the weights, which the host would make, is never there
@@ -257,12 +257,12 @@ def test_with_medvram_every_image_is_accelerated_in_the_memory_it_has(medvram, k
 @pytest.mark.parametrize("medvram", [1.7], indirect=True)
 def test_with_medvram_later_images_need_no_graph_and_no_more_memory(medvram, monkeypatch):
     expected, other = of(1), of(1)
-    torch.testing.assert_close(medvram.picture(), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(medvram.image(), expected, rtol=1e-3, atol=1e-4)
     monkeypatch.setattr(Recapture, "is_due", lambda self, with_ms: False)
     monkeypatch.setattr(Recapture, "pays_at_once", lambda self, with_ms, runs: False)
     for _ in range(2):
         before = medvram.counted("eager_runs", "replays", "graph_captures")
-        torch.testing.assert_close(medvram.picture(), other, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(medvram.image(), other, rtol=1e-3, atol=1e-4)
         after = medvram.counted("eager_runs", "replays", "graph_captures")
         assert [b - a for a, b in zip(before, after)] == [3, 0, 0]
         assert medvram.card.peak < 1.5 * SIZE + SMALL and medvram.card.graph_bytes == 0
@@ -273,12 +273,12 @@ def test_with_medvram_later_images_need_no_graph_and_no_more_memory(medvram, mon
 @pytest.mark.parametrize("medvram", [1.7, 4], indirect=True)
 def test_with_medvram_lora_and_checkpoint_are_followed(medvram):
     expected = [of(1), of(2)]
-    medvram.picture()
+    medvram.image()
     medvram.host.lora(a=1.0)
-    changed = medvram.picture()
+    changed = medvram.image()
     assert (changed - expected[0]).abs().max() > 1e-3
     medvram.host.lora()
-    torch.testing.assert_close(medvram.picture(), expected[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(medvram.image(), expected[0], rtol=1e-3, atol=1e-4)
     model = medvram.host.model_data.sd_model
     unet = model.model.diffusion_model
     unet.load_state_dict(standin.weights(unet, 2))
@@ -286,7 +286,7 @@ def test_with_medvram_lora_and_checkpoint_are_followed(medvram):
         if isinstance(layer, standin.LAYERS):
             layer.network_current_names, layer.network_weights_backup = (), None
     medvram.host.fire("model_loaded", model)
-    torch.testing.assert_close(medvram.picture(), expected[1], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(medvram.image(), expected[1], rtol=1e-3, atol=1e-4)
     assert medvram.counted("captures") == [1]
 
 
@@ -302,22 +302,22 @@ def test_with_medvram_what_did_not_change_is_not_copied_back(medvram, monkeypatc
         """How many weights an image copies on their way back."""
         before = {p: p.data_ptr() for m in moved for p in m.parameters()}
         put_back = medvram.counted("weights_put_back")[0]
-        torch.testing.assert_close(medvram.picture(), expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(medvram.image(), expected, rtol=1e-3, atol=1e-4)
         there = number - (medvram.counted("weights_put_back")[0] - put_back)
         # the memory of one that is copied may be given to another
         assert there >= sum(p.data_ptr() != was for p, was in before.items())
         return there
 
-    medvram.picture()
+    medvram.image()
     copied()
     assert copied() == 0 and copied() == 0
     with torch.no_grad():
         # in system memory, where the next arrival takes it from
         model.model.diffusion_model.out[2].bias.add_(1)
-    expected = other = medvram.picture()
+    expected = other = medvram.image()
     assert (expected - of(1)).abs().max() > 0.1 and copied() == 0
     medvram.host.lora(a=1.0)
-    expected = medvram.picture()
+    expected = medvram.image()
     assert copied() == 0
     medvram.host.lora()
     expected = other
@@ -331,7 +331,7 @@ def test_with_medvram_what_did_not_change_is_not_copied_back(medvram, monkeypatc
 @pytest.mark.parametrize("medvram", [4], indirect=True)
 @pytest.mark.parametrize("way", ["off", "thrown away", "stopped"])
 def test_with_medvram_no_copy_outlives_its_model(medvram, way):
-    medvram.picture()
+    medvram.image()
     model = medvram.host.model_data.sd_model
     medvram.host.lowvram.send_me_to_gpu(model.model)
     medvram.host.generate()
@@ -350,11 +350,11 @@ def test_with_medvram_no_copy_outlives_its_model(medvram, way):
 @pytest.mark.parametrize("medvram", [4], indirect=True)
 def test_without_the_extension_nobody_follows_the_moves(medvram):
     wrapper = type(medvram.host.model_data.sd_model.model)
-    medvram.picture()
+    medvram.image()
     assert "to" in vars(wrapper)
     medvram.host.opts.data["sfast_enabled"] = False
     away = medvram.counted("weights_away")
-    medvram.picture()
+    medvram.image()
     gc.collect()
     assert medvram.card.used < SMALL and medvram.counted("weights_away") == away
     a1111.A1111Session.running.release()
@@ -372,7 +372,7 @@ def test_with_lowvram_blocks_that_did_not_change_are_not_copied_back(lowvram):
     def copied(expected: torch.Tensor) -> int:
         """How many weights an image copies on their way back."""
         before = lowvram.counted("weights_put_back")[0]
-        torch.testing.assert_close(lowvram.picture(), expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(lowvram.image(), expected, rtol=1e-3, atol=1e-4)
         assert not any(p.is_cuda for block in blocks for p in block.parameters())
         return number - (lowvram.counted("weights_put_back")[0] - before)
 
@@ -384,19 +384,19 @@ def test_with_lowvram_blocks_that_did_not_change_are_not_copied_back(lowvram):
     # a block at a time, and what stays
     assert lowvram.card.peak < 0.9 * SIZE
     lowvram.host.lora(a=1.0)
-    changed = lowvram.picture()
+    changed = lowvram.image()
     assert (changed - stock).abs().max() > 1e-3 and copied(changed) == 0
     lowvram.host.lora()
     assert 0 < copied(stock) < number and copied(stock) == 0
     with torch.no_grad():
         unet.middle_block[0].out_layers[-1].bias.add_(1)
-    other = lowvram.picture()
+    other = lowvram.image()
     assert (other - stock).abs().max() > 1e-3 and copied(other) == 0
     assert lowvram.counted("captures", "errors") == [0, 0]
 
 
 def test_with_lowvram_classes_are_left_as_they_were(lowvram):
-    lowvram.picture()
+    lowvram.image()
     kinds = {type(m) for m in lowvram.host.model_data.sd_model.model.diffusion_model.modules()}
     assert "to" in vars(torch.nn.Sequential)
     a1111.A1111Session.running.release()

@@ -172,8 +172,8 @@ def test_plans_are_found_again_when_token_merging_is_taken_away(host):  # noqa: 
         assert count("plans run") == before and not same(merged, expected[0], 0.01)
         assert any("token merging is on" in reason for reason in status()["reasons"])
         merge_tokens(host.model_data.sd_model, 0)
-        for size, picture in zip((8, 16), expected):
-            assert same(host.generate(size=size), picture)
+        for size, image in zip((8, 16), expected):
+            assert same(host.generate(size=size), image)
         assert count("captures") == captures and count("plans run") == before + 6
 
 

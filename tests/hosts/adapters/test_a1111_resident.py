@@ -90,7 +90,7 @@ class Running:
         return sum(m.weight.device.type == "cpu" for m in self.unet.modules() if isinstance(m, nn.Linear))
 
     @torch.no_grad()
-    def picture(self, steps: int = 3, networks: tuple[Any, ...] = ()) -> float:
+    def image(self, steps: int = 3, networks: tuple[Any, ...] = ()) -> float:
         """Make an image; how far it is from the twin's."""
         host, size = self.host, 8
         self.seed += 1
@@ -155,7 +155,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
 @pytest.mark.parametrize("on", [(MEDVRAM, 1.9), (NONE, 1.9)], indirect=True)
 def test_the_unet_stays_in_8_bits(on: Running) -> None:
     for _ in range(3):
-        assert on.picture(steps=5) < 0.06
+        assert on.image(steps=5) < 0.06
     assert on.accelerator.status()["eight_bits"]["layers"] > 5
     assert on.away and on.counter("errors") == 0
 
@@ -181,30 +181,30 @@ def left_as_lowvram_has_it(on: Running) -> bool:
 @pytest.mark.parametrize("on", [(LOWVRAM, 1.9)], indirect=True)
 def test_with_lowvram_the_unet_comes_as_a_whole(on: Running) -> None:
     for networks in ((), (), (net("a", 3.0),), ()):
-        assert on.picture(4, networks) < 0.1
+        assert on.image(4, networks) < 0.1
     assert on.accelerator.status()["eight_bits"]["layers"] > 5 and senders(on) == 0
     assert on.counter("replays") > 4 and on.counter("errors") == 0 and on.counter("weights_away") >= 4
     on.host.opts.data["sfast_eight_bits"] = False
-    assert on.picture(4) < 1e-3 and left_as_lowvram_has_it(on)
+    assert on.image(4) < 1e-3 and left_as_lowvram_has_it(on)
     assert "block by block" in str(on.session.report.as_dict()["reasons"])
     on.host.opts.data["sfast_eight_bits"] = True
-    assert on.picture(2) < 0.06 and on.picture(2) < 0.06 and senders(on) == 0
+    assert on.image(2) < 0.06 and on.image(2) < 0.06 and senders(on) == 0
     on.load(2)
-    assert on.picture(2) < 0.06 and on.picture(2) < 0.06 and senders(on) == 0
+    assert on.image(2) < 0.06 and on.image(2) < 0.06 and senders(on) == 0
     a1111.A1111Session.stop()
-    assert on.picture(2) < 1e-3 and left_as_lowvram_has_it(on)
+    assert on.image(2) < 1e-3 and left_as_lowvram_has_it(on)
     a1111.start("test")
 
 
 @pytest.mark.parametrize("on", [(LOWVRAM, 1.05)], indirect=True)
 def test_with_lowvram_a_unet_without_room_comes_block_by_block(on: Running) -> None:
-    assert on.picture(2) < 1e-3 and left_as_lowvram_has_it(on)
+    assert on.image(2) < 1e-3 and left_as_lowvram_has_it(on)
     assert on.counter("captures") == 0 and on.counter("out_of_memory") == 0
 
 
 @pytest.mark.parametrize("on", [(LOWVRAM, 1.9)], indirect=True)
 def test_with_lowvram_blocks_come_again_if_memory_runs_out(on: Running) -> None:
-    assert on.picture(4) < 0.06 and senders(on) == 0
+    assert on.image(4) < 0.06 and senders(on) == 0
 
     def others_take_some(*_: object) -> None:
         on.card.capacity = int(0.9 * SIZE)
@@ -212,11 +212,11 @@ def test_with_lowvram_blocks_come_again_if_memory_runs_out(on: Running) -> None:
     wrapper = on.model.model
     hooks = [wrapper.register_forward_pre_hook(others_take_some, prepend=True),
              on.unet.out.register_forward_hook(lambda module, given, result: result)]  # fmt: skip
-    assert on.picture(2) < 1e-3 and left_as_lowvram_has_it(on)
+    assert on.image(2) < 1e-3 and left_as_lowvram_has_it(on)
     for hook in hooks:
         hook.remove()
     on.card.capacity = int(1.9 * SIZE)
-    assert on.picture(2) < 1e-3 and left_as_lowvram_has_it(on) and not on.host.errors
+    assert on.image(2) < 1e-3 and left_as_lowvram_has_it(on) and not on.host.errors
 
 
 def one(number: int, room: float = 1.9) -> Any:
@@ -226,7 +226,7 @@ def one(number: int, room: float = 1.9) -> Any:
 
 @one(0)
 def test_a_lora_is_applied_on_the_gpu_and_followed_at_its_step(on: Running) -> None:
-    on.picture(6)
+    on.image(6)
     seen, apply = [], on.host.networks.network_apply_weights
 
     def applied(layer: nn.Module) -> None:
@@ -237,16 +237,16 @@ def test_a_lora_is_applied_on_the_gpu_and_followed_at_its_step(on: Running) -> N
     on.host.networks.network_apply_weights = applied
     for networks in ((net("a", 3.0),), (net("a", 3.0), net("b", -2.0)), (), (net("b", 4.0),)):
         seen.clear()
-        assert on.picture(2, networks) < 0.2
+        assert on.image(2, networks) < 0.2
         assert not networks or set(seen) == {"cuda"}
-        assert on.picture(2, networks) < 0.2
+        assert on.image(2, networks) < 0.2
     assert on.away and on.counter("errors") == 0 and on.counter("captures") == 1
 
 
 @pytest.mark.long
 @one(1)
 def test_layers_that_a_lora_does_not_change_stay_where_they_are(on: Running) -> None:
-    on.picture(7)
+    on.image(7)
     seen, apply = [], on.host.networks.network_apply_weights
 
     def applied(layer: nn.Module) -> None:
@@ -256,21 +256,21 @@ def test_layers_that_a_lora_does_not_change_stay_where_they_are(on: Running) -> 
 
     on.host.networks.network_apply_weights = applied
     on.host.networks.loaded_networks = [net("a", 0.0, ("no_such_layer",))]
-    assert on.picture(2, (net("a", 0.0, ("no_such_layer",)),)) < 0.06
+    assert on.image(2, (net("a", 0.0, ("no_such_layer",)),)) < 0.06
     assert seen.count("cpu") > 5
 
 
 @pytest.mark.long
 @one(1, 2.1)
 def test_another_forward_over_the_unet_gets_its_weights(on: Running) -> None:
-    on.picture(4)
+    on.image(4)
     unet, original = on.unet, on.unet.forward
     plain = type(unet).forward
     unet.forward = lambda *args, **kwargs: plain(unet, *args, **kwargs)
-    assert on.picture(3) < 0.02
+    assert on.image(3) < 0.02
     unet.forward = original
     for _ in range(2):
-        assert on.picture(3) < 0.06
+        assert on.image(3) < 0.06
     # what is short of memory meanwhile is a plan of a block, and is bypassed
     error = on.session.report.as_dict()["last_error"]
     assert on.away and (error is None or "out of memory" in error["message"])
@@ -278,30 +278,30 @@ def test_another_forward_over_the_unet_gets_its_weights(on: Running) -> None:
 
 @one(1)
 def test_off_and_on_by_the_setting(on: Running) -> None:
-    assert on.picture(4) < 0.06
+    assert on.image(4) < 0.06
     on.host.opts.data["sfast_eight_bits"] = False
-    assert on.picture(3) < 0.02 and on.accelerator.status()["eight_bits"]["bytes"] == 0
+    assert on.image(3) < 0.02 and on.accelerator.status()["eight_bits"]["bytes"] == 0
     assert on.flag != NONE or not on.away
     on.host.opts.data["sfast_eight_bits"] = True
-    assert on.picture(4) < 0.06 and on.counter("errors") == 0
+    assert on.image(4) < 0.06 and on.counter("errors") == 0
     on.host.opts.data["sfast_enabled"] = False
-    assert on.picture(2) < 1e-3
+    assert on.image(2) < 1e-3
 
 
 @one(0)
 def test_another_checkpoint(on: Running) -> None:
-    on.picture(4)
+    on.image(4)
     on.load(2)
     gc.collect()
     for _ in range(3):
-        assert on.picture(3) < 0.06
+        assert on.image(3) < 0.06
     assert on.counter("errors") == 0 and on.away
 
 
 @one(1)
 def test_what_is_resident_is_about_half(on: Running) -> None:
     for _ in range(2):
-        on.picture(3)
+        on.image(3)
     status = on.accelerator.status()["weights"]
     assert on.session.report.counter("out_of_memory") == 0
     weights = [m.weight for m in on.unet.modules() if isinstance(m, nn.Linear)]
@@ -332,4 +332,4 @@ def test_random_scenes(on: Running, seed: int) -> None:
             on.load(rng.randint(1, 3))
         else:
             pool_of(GPU).make_room(on.session.report)
-        assert on.picture(steps, networks) < 0.12, done
+        assert on.image(steps, networks) < 0.12, done

@@ -53,7 +53,7 @@ def play(on: Running, scene: Scene) -> None:  # noqa: F811
         networks = (net("a", value), net("b", 1.0))[: 1 + (value > 0)]
     # as token merging is told
     on.model.applied_token_merged_ratio = 0.5 * (kind == "bypassed")
-    on.picture(2, networks)
+    on.image(2, networks)
 
 
 def load(on: Running, seed: int) -> None:  # noqa: F811
@@ -66,7 +66,7 @@ def at_rest(on: Running) -> int:  # noqa: F811
     options = on.host.opts.data
     options["sfast_enabled"] = False
     load(on, 1)
-    on.picture(2)
+    on.image(2)
     found = held()
     options.update(sfast_enabled=True, sfast_eight_bits=True)
     return found
@@ -98,9 +98,9 @@ def test_at_rest_it_is_what_the_webui_takes_alone(on: Running, seed: int) -> Non
 @pytest.mark.parametrize("on", FLAGS, indirect=True)
 def test_a_checkpoint_that_was_exchanged_leaves_nothing(on: Running) -> None:  # noqa: F811
     load(on, 2)
-    on.picture(3, (net("a", 0.6),))
+    on.image(3, (net("a", 0.6),))
     with_lora = held()
-    on.picture(3)
+    on.image(3)
     load(on, 1)
     assert on.counter("captures") > 0
     # neither the copies on the layers of the model before nor those of the twin

@@ -103,7 +103,7 @@ class World(Running):
     def for_a_while(self, change: Callable[[Any], object], back: Callable[[Any], object]) -> None:
         self.both(change)
         for _ in range(2):
-            self.picture()
+            self.image()
         self.both(back)
 
     def another_eps(self) -> None:
@@ -125,7 +125,7 @@ class World(Running):
     def switched(self) -> None:
         key = self.random.choice(("sfast_text_encoders", "sfast_enabled"))
         self.host.opts.data[key] = False
-        self.picture()
+        self.image()
         self.host.opts.data[key] = True
 
     def dropped(self) -> None:
@@ -136,7 +136,7 @@ class World(Running):
 
     # what is compared
 
-    def picture(self) -> None:
+    def image(self) -> None:
         self.session._before_images(lambda: None)
         self.prompt()
         self.host.request()
@@ -168,7 +168,7 @@ def play(kind: str, seed: int, events: int = EVENTS) -> World:
         try:
             for number in range(events):
                 event = World.a_layer_less if number == events // 2 else world.random.choice(HAPPENINGS)
-                for action in [event, *world.random.choices([World.picture, World.prompt], k=4)]:
+                for action in [event, *world.random.choices([World.image, World.prompt], k=4)]:
                     world.log.append(action.__name__)
                     action(world)
             world.report = world.session.report

@@ -59,8 +59,8 @@ class Running:
         return self._did(lambda model: vaes.decode(model, latent))
 
     def encode(self) -> str:
-        picture = torch.randn((1, 3, 32, 32), generator=torch.Generator().manual_seed(9))
-        return self._did(lambda model: vaes.encode(model, picture))
+        image = torch.randn((1, 3, 32, 32), generator=torch.Generator().manual_seed(9))
+        return self._did(lambda model: vaes.encode(model, image))
 
     def _did(self, action: Any) -> str:
         names = {"vae_captures": "prepared", "vae_eager_runs": "plan"}
@@ -70,7 +70,7 @@ class Running:
         assert float((found - expected).norm() / expected.norm()) < rounding
         return next((what for name, what in names.items() if self.counter(name) > before[name]), "original")
 
-    def picture(self) -> str:
+    def image(self) -> str:
         """An image: steps, then its decoding."""
         self.host.generate()
         return self.decode()
@@ -87,7 +87,7 @@ def on() -> Iterator[Running]:
 
 
 def test_the_second_image_of_a_size_prepares_and_the_third_is_decoded_by_a_plan(on):
-    assert [on.picture() for _ in range(4)] == ["original", "prepared", "plan", "plan"]
+    assert [on.image() for _ in range(4)] == ["original", "prepared", "plan", "plan"]
     found = on.status()
     assert found["plans"][0]["label"] == "VAE decoder, 64x64" and found["plans"][0]["fused"]["silu"] == 17
     assert found["idle"] is None and found["module"] == "Decoder"
@@ -98,11 +98,11 @@ def test_what_frees_the_cache_of_a_small_card_is_no_patch(on, monkeypatch):
     watched = vae_memory.VaeMemory(lambda needed, in_one: None)
     watched.watch([on.vae])
     assert any(vae_memory.free_cached in m._forward_pre_hooks.values() for m in on.vae.decoder.modules())
-    assert [on.picture() for _ in range(3)] == ["original", "prepared", "plan"]
+    assert [on.image() for _ in range(3)] == ["original", "prepared", "plan"]
     watched.release()
     # another hook there is one
     handle = on.vae.decoder.up[0].block[0].register_forward_pre_hook(lambda module, args: None)
-    assert [on.picture() for _ in range(3)] == ["original"] * 3
+    assert [on.image() for _ in range(3)] == ["original"] * 3
     handle.remove()
 
 
@@ -118,7 +118,7 @@ def test_each_of_a_batch_is_decoded_alone_by_one_plan(on):
 
 def test_what_is_said_of_the_steps_does_not_count_the_vae(on):
     for _ in range(3):
-        on.picture()
+        on.image()
     status = on.session.status()
     # three steps of each image
     assert status["last_pass"] == {"accelerated": 3, "bypassed": 0, "prepared": 0}
@@ -131,7 +131,7 @@ def test_what_is_said_of_the_steps_does_not_count_the_vae(on):
 
 def test_switched_off_it_is_released_before_the_next_image_and_back_on_it_starts_anew(on):
     for _ in range(3):
-        on.picture()
+        on.image()
     on.host.opts.data["sfast_vae"] = False
     on.host.request()
     assert accelerator_of(on.vae.decoder) is None and on.decode() == "original"
@@ -160,15 +160,15 @@ def test_with_all_off_no_image_has_a_plan(on):
 @pytest.mark.parametrize("in_place", [True, False], ids=["copied", "replaced"])
 def test_another_vae_in_the_same_modules_keeps_the_plans(on, in_place):
     for _ in range(3):
-        on.picture()
+        on.image()
     vaes.load_other(on.host, on.model, 5, in_place)
     on.twin.first_stage_model = vaes.make_vae(5)
-    assert on.picture() == "plan" and on.counter("vae_captures") == 1
+    assert on.image() == "plan" and on.counter("vae_captures") == 1
 
 
 def test_another_vae_without_a_callback_is_seen(on):
     for _ in range(3):
-        on.picture()
+        on.image()
     on.vae.load_state_dict(vaes.make_vae(6).state_dict())
     on.twin.first_stage_model = vaes.make_vae(6)
     assert on.decode() == "plan"
@@ -176,12 +176,12 @@ def test_another_vae_without_a_callback_is_seen(on):
 
 def test_a_vae_of_another_dtype_gets_other_plans_and_its_own_result(on):
     for _ in range(3):
-        on.picture()
+        on.image()
     for dtype in (torch.bfloat16, torch.float32):
         # --no-half-vae, or the WebUI's own upcast, between two images
         on.vae.to(dtype)
         on.twin.first_stage_model.to(dtype)
-        done = [on.picture() for _ in range(4)]
+        done = [on.image() for _ in range(4)]
         assert "plan" in done and done[0] != "plan", (dtype, done)
 
 
@@ -202,12 +202,12 @@ def test_the_upcast_in_the_middle_of_an_image(on):
 
 def test_circular_padding_is_another_computation(on):
     for _ in range(3):
-        on.picture()
+        on.image()
     for circular in (True, False):
         on.host.hijack.circular_enabled = circular
         for model in (on.model, on.twin):
             vaes.set_circular(model, circular)
-        done = [on.picture() for _ in range(4)]
+        done = [on.image() for _ in range(4)]
         assert done[0] != "plan" or not circular
         assert done[-1] == "plan"
 
@@ -216,16 +216,16 @@ def test_another_attention_is_another_computation(on, monkeypatch):
     from ldm.modules.diffusionmodules.model import AttnBlock
 
     for _ in range(3):
-        on.picture()
+        on.image()
     monkeypatch.setattr(AttnBlock, "forward", vaes.doggettx)
-    done = [on.picture() for _ in range(4)]
+    done = [on.image() for _ in range(4)]
     assert done[0] != "plan" and done[-1] == "plan"
     assert any(plan["fused"]["scaled_dot_product"] for plan in on.status()["plans"])
 
 
 def test_a_patch_in_the_decoder_is_bypassed_by_name_and_the_steps_are_not(on):
     for _ in range(3):
-        on.picture()
+        on.image()
 
     def brighter(x: torch.Tensor) -> torch.Tensor:
         return 1.5 * type(on.vae.decoder.conv_out).forward(on.vae.decoder.conv_out, x)
@@ -233,26 +233,26 @@ def test_a_patch_in_the_decoder_is_bypassed_by_name_and_the_steps_are_not(on):
     on.vae.decoder.conv_out.forward = brighter
     twin = on.twin.first_stage_model.decoder.conv_out
     twin.forward = lambda x: 1.5 * nn.Conv2d.forward(twin, x)
-    assert [on.picture() for _ in range(2)] == ["original", "original"]
+    assert [on.image() for _ in range(2)] == ["original", "original"]
     status = on.session.status()
     assert "brighter" in on.status()["idle"] and status["badge"]["state"] == "on"
     assert any("VAE decoder" in each["message"] and "brighter" in each["message"] for each in status["events"])
     del on.vae.decoder.conv_out.forward, twin.forward
-    assert on.picture() == "plan" and on.status()["idle"] is None
+    assert on.image() == "plan" and on.status()["idle"] is None
 
 
 def test_another_extension_s_decoder_runs_and_ours_again_after_it(on):
     # as Tiled VAE does it
     for _ in range(3):
-        on.picture()
+        on.image()
     decoder = on.vae.decoder
     decoder.original_forward, decoder.forward = decoder.forward, lambda z: 2 * decoder.original_forward(z)
     on.twin.first_stage_model.decoder.register_forward_hook(lambda _m, _a, y: 2 * y)
-    on.picture()
+    on.image()
     decoder.forward = decoder.original_forward
     on.twin.first_stage_model.decoder._forward_hooks.clear()
-    on.picture()
-    on.picture()
+    on.image()
+    on.image()
 
 
 def test_previews_in_another_thread_while_steps_are_made(on):
@@ -268,7 +268,7 @@ def test_previews_in_another_thread_while_steps_are_made(on):
     thread = threading.Thread(target=preview)
     thread.start()
     for _ in range(4):
-        on.picture()
+        on.image()
     thread.join()
     assert not wrong and on.counter("errors") == 0
     # of one generation's plans only one is made, and that of the images may have been it
@@ -285,9 +285,9 @@ def test_a_vae_of_another_kind_is_left_alone(on):
 
 def test_dropping_plans_drops_those_of_the_vae(on):
     for _ in range(3):
-        on.picture()
+        on.image()
     assert on.session.drop_plans() == 2
-    assert on.picture() == "prepared"
+    assert on.image() == "prepared"
 
 
 def test_hypertile_bypasses_it_while_on(on):
@@ -305,7 +305,7 @@ def test_hypertile_bypasses_it_while_on(on):
 def test_weights_are_given_back_as_they_were(on):
     before = {k: v.clone() for k, v in on.vae.state_dict().items()}
     for _ in range(3):
-        on.picture()
+        on.image()
         on.encode()
     for name, value in on.vae.state_dict().items():
         assert torch.equal(value, before[name]) and value.is_contiguous()

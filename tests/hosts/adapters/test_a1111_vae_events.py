@@ -98,7 +98,7 @@ class World:
 
     # what is compared
 
-    def picture(self) -> None:
+    def image(self) -> None:
         found = self.host.request().images[0]
         with torch.no_grad(), own_unet(self):
             expected = self.host.generate()
@@ -111,8 +111,8 @@ class World:
 
     def encode(self) -> None:
         height, width = self.random.choice(SIZES)
-        picture = torch.randn(1, 3, 4 * height, 4 * width)
-        self.close(*(vaes.encode(model, picture) for model in self.both()))
+        image = torch.randn(1, 3, 4 * height, 4 * width)
+        self.close(*(vaes.encode(model, image) for model in self.both()))
 
     def close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
         half = self.twin.first_stage_model.dtype == torch.bfloat16
@@ -136,7 +136,7 @@ HAPPENINGS = [
     World.another_vae, World.values_in_place, World.another_dtype, World.circular, World.another_attention,
     World.patched, World.checkpoint, World.lora, World.switched, World.dropped, World.compared,
 ]  # fmt: skip
-COMPARED = [World.picture, World.decode, World.decode, World.encode]
+COMPARED = [World.image, World.decode, World.decode, World.encode]
 
 
 def play(seed: int, events: int = EVENTS) -> World:

@@ -78,7 +78,7 @@ GRIDS = [
     [{"sfast_faster_sums": True}, {"sfast_faster_sums": False}],
     [{"sfast_faster_sums": False}, {"sfast_faster_sums": True}, {}],
     [{"sfast_eight_bits": True}, {"sfast_faster_sums": True}, {"sfast_eight_bits": True, "sfast_faster_sums": True}],
-    [{"sfast_preset": "8 bits (faster, details change)"}, {"sfast_preset": "same picture"}],
+    [{"sfast_preset": "8 bits (faster, details change)"}, {"sfast_preset": "same image"}],
     [{"sfast_tolerance": 0.05}, {"sfast_tolerance": 0.02}, {"sfast_tolerance": 0.04}],
     [{"sfast_check": "always"}, {"sfast_check": "first use"}],
     [{"sfast_faster_sums": True}, {"sfast_enabled": False, "sfast_faster_sums": True}, {}],

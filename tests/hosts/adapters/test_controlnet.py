@@ -168,11 +168,11 @@ def test_networks_that_the_extension_let_go_of_are_given_back(host, units, cache
 @pytest.mark.long
 def test_what_it_notes_on_modules_makes_no_new_plans(host, units):  # noqa: F811
     unet = started(host)
-    picture = host.generate()
+    image = host.generate()
     hooked(host, *units)
     captures = count("captures")
     unet.is_in_high_res_fix = False
     for module in unet.modules():
         module.ipadapter_hacks = []
-    assert same(host.generate(), picture) and count("captures") == captures
+    assert same(host.generate(), image) and count("captures") == captures
     assert same(hooked(host, *units), reference(*units)) and count("captures") == captures

@@ -128,14 +128,14 @@ def switch(state, on):
     state.current = SimpleNamespace(on=on)
 
 
-def picture(state, on, **options):
+def image(state, on, **options):
     """The image without us, from the start with the switch if it is told."""
     switch(state, on)
     return untouched(1, **options)
 
 
 def test_it_is_accelerated_while_it_is_off_and_named_while_it_is_on(host, over_cat):  # noqa: F811
-    plain, changed = picture(over_cat, False), picture(over_cat, True)
+    plain, changed = image(over_cat, False), image(over_cat, True)
     assert not same(changed, plain, 0.01)
     started(host)
     for on in (False, True, False, True):
@@ -148,7 +148,7 @@ def test_it_is_accelerated_while_it_is_off_and_named_while_it_is_on(host, over_c
 
 
 def test_it_is_off_at_last_that_was_on_at_first(host, over_cat):  # noqa: F811
-    changed, plain = picture(over_cat, True), picture(over_cat, False)
+    changed, plain = image(over_cat, True), image(over_cat, False)
     started(host)
     switch(over_cat, True)
     assert same(host.generate(), changed) and count("plans run") == 0
@@ -161,7 +161,7 @@ def test_a_switch_that_turns_in_mid_run_is_seen_at_once(host, over_cat):  # noqa
         switch(over_cat, not over_cat.current.on)
 
     for on in (False, True):
-        expected = picture(over_cat, on, refiner=turn)
+        expected = image(over_cat, on, refiner=turn)
         switch(over_cat, False)
         if not on:
             started(host)

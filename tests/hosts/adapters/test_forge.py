@@ -51,8 +51,8 @@ def count(name: str) -> int:
     return sum(status()["counters"].get(n, 0) for n in names)
 
 
-def same(picture: torch.Tensor, expected: torch.Tensor) -> bool:
-    return float((picture - expected).norm() / expected.norm()) < TOLERANCE
+def same(image: torch.Tensor, expected: torch.Tensor) -> bool:
+    return float((image - expected).norm() / expected.norm()) < TOLERANCE
 
 
 def reference(seed: int = 1, channels: int = 32, loras: tuple[tuple[str, float], ...] = (), **options: Any) -> Any:
@@ -200,15 +200,15 @@ def test_the_residuals_of_a_controlnet_are_added_once_in_each_run(host):
 
 @pytest.mark.usefixtures("proportions")
 def test_what_sdxl_is_told_beside_the_prompt_is_an_input_of_the_plan(started):
-    pictures = []
+    images = []
     for number in (0.0, 1.0, 2.0):
         started.told = torch.full((2, 128), number)
         with standin.running() as other:
             other.load(1)
             other.told = started.told
-            pictures.append(other.generate())
-        assert same(started.generate(), pictures[-1])
-    assert not same(pictures[1], pictures[2]) and count("captures") == 1
+            images.append(other.generate())
+        assert same(started.generate(), images[-1])
+    assert not same(images[1], images[2]) and count("captures") == 1
 
 
 def tomesd_m(h: torch.Tensor, options: Any) -> torch.Tensor:

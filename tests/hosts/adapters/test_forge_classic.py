@@ -170,9 +170,9 @@ def test_on_a_gpu_what_forge_moves_off_is_held_only_if_there_is_room(monkeypatch
     with standin.running(GPU, sfast_triton=False) as host, pretended_card(monkeypatch, int(room * SIZE)) as card:
         forge.start("test")
         host.load(1)
-        for loras, picture in (*expected.items(), ((), expected[()])):
+        for loras, image in (*expected.items(), ((), expected[()])):
             host.lora(everywhere=True, **dict(loras))
-            torch.testing.assert_close(host.generate().to("cpu"), picture, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(host.generate().to("cpu"), image, rtol=1e-3, atol=1e-4)
         # a text encoder as large as the UNet needs the room
         host.memory.free_memory(SIZE, GPU)
         assert not card.holds(host.unet.out[2].weight)

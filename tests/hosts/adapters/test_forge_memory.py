@@ -33,7 +33,7 @@ class Running:
         assert forge.ForgeSession.running is not None
         return int(forge.ForgeSession.running.report.counter(name))
 
-    def picture(self, expected: torch.Tensor) -> int:
+    def image(self, expected: torch.Tensor) -> int:
         """Make an image, which is to be this; how many plans ran."""
         runs = self.counter("replays") + self.counter("eager_runs")
         found = self.host.generate().to("cpu")
@@ -61,7 +61,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
         forge.start("test")
         host.load(1)
         on = Running(host, card)
-        assert on.picture(expected) > 0 and card.holds(host.unet.out[2].weight)
+        assert on.image(expected) > 0 and card.holds(host.unet.out[2].weight)
         yield on
         forge.ForgeSession.stop()
         assert host.errors == [] and not any(row["stage"] == "memory" for row in on.host.errors)
@@ -74,7 +74,7 @@ def test_a_change_of_lora_keeps_graphs_and_takes_no_second_copy_of_the_weights(o
         expected = of(1, **loras)
         on.host.lora(**loras)
         on.card.peak = 0
-        assert on.picture(expected) == 3
+        assert on.image(expected) == 3
         # the layers that are patched, twice
         assert on.card.peak < 1.5 * SIZE + SMALL + on.card.graph_bytes, on.card.peak / SIZE
     assert (on.counter("captures"), on.counter("graph_captures")) == (captures, graphs)
@@ -87,7 +87,7 @@ def test_where_memory_is_short_a_lora_of_all_layers_takes_no_more_than_without_u
     captures, expected = on.counter("captures"), of(1, everywhere=True, a=1.0)
     on.host.lora(everywhere=True, a=1.0)
     on.card.peak = 0
-    assert on.picture(expected) > 0
+    assert on.image(expected) > 0
     assert on.card.peak < SIZE + 2 * largest + SMALL + on.card.graph_bytes
     assert on.counter("captures") == captures and on.counter("errors") == 0
 
@@ -102,7 +102,7 @@ def test_what_forge_moved_off_the_gpu_is_held_only_if_there_is_room(on, kept):
     assert not on.card.holds(on.host.unet.out[2].weight)
     assert (on.card.used > 0.9 * SIZE) == kept
     assert kept or on.card.used < SMALL
-    assert on.picture(expected) > 0
+    assert on.image(expected) > 0
     assert on.counter("captures") == captures and on.counter("errors") == 0
 
 
@@ -112,7 +112,7 @@ def test_layers_that_forge_moved_off_the_gpu_hold_no_memory_there(on, loras):
     largest = max(p.nbytes for p in on.host.unet.parameters())
     expected = of(1, **loras)
     on.host.lora(**loras)
-    assert on.picture(expected) > 0
+    assert on.image(expected) > 0
     captures, on.host.smart = on.counter("captures"), True
     for part in (0.3, 0.6):
         # a text encoder needs the room
@@ -120,7 +120,7 @@ def test_layers_that_forge_moved_off_the_gpu_hold_no_memory_there(on, loras):
         assert on.card.graph_bytes == 0 and on.card.used < (1 - part) * SIZE + SMALL
         assert on.host.loaded[0].pinned > 0
         on.card.peak = 0
-        assert on.picture(expected) == 3 and on.host.loaded[0].pinned == 0
+        assert on.image(expected) == 3 and on.host.loaded[0].pinned == 0
         assert on.card.peak < SIZE + 2 * largest + SMALL + on.card.graph_bytes, on.card.peak / SIZE
     assert on.counter("captures") == captures and on.counter("errors") == 0
 
@@ -138,5 +138,5 @@ def test_another_checkpoint_finds_the_gpu_empty_and_the_plans_there(on):
     on.host.memory.unload_all_models = unloaded
     on.host.load(2)
     assert held[0] < SMALL
-    assert on.picture(expected) > 0 and on.counter("captures") == captures
+    assert on.image(expected) > 0 and on.counter("captures") == captures
     on.host.memory.unload_all_models = unload

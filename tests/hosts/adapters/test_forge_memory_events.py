@@ -86,7 +86,7 @@ class World:
     def switched(self) -> None:
         self.host.opts.data["sfast_enabled"] = not self.host.opts.data.get("sfast_enabled", True)
 
-    def picture(self) -> None:
+    def image(self) -> None:
         size = self.random.choice((8, 8, 8, 12))
         wanted = expected(self.program, self.seed, self.everywhere, size, **self.loras)
         found = self.host.generate(size=size).to("cpu")
@@ -111,10 +111,10 @@ def play(program: str, memory: float, seed: int, patch: pytest.MonkeyPatch, even
         host.load(1)
         world = World(program, host, card, seed)
         try:
-            world.picture()
+            world.image()
             for _ in range(events):
                 event = world.random.choice(HAPPENINGS)
-                for action in (event, *[World.picture] * world.random.randint(1, 2)):
+                for action in (event, *[World.image] * world.random.randint(1, 2)):
                     world.log.append(action.__name__)
                     action(world)
             counters = world.session.status()["counters"]

@@ -108,7 +108,7 @@ def reasons(on: Running) -> str:
 @room(1.6)
 def test_each_weight_has_each_lora_once_whatever_happens(on: Running, seed: int) -> None:
     rng, options, done = random.Random(seed), on.host.opts.data, list[str]()
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away and right(on)
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away and right(on)
     for event in rng.sample(range(9), 9):
         done.append(str(event))
         if event < 3:
@@ -126,14 +126,14 @@ def test_each_weight_has_each_lora_once_whatever_happens(on: Running, seed: int)
             on.host.another(int(0.9 * SIZE))
         else:
             on.card.outside = int(0.6 * SIZE) - on.card.outside
-        assert on.picture() < 0.2 and right(on), done
+        assert on.image() < 0.2 and right(on), done
     on.kind.stop()
-    assert on.picture() < 0.03 and right(on)
+    assert on.image() < 0.03 and right(on)
 
 
 @room(1.6)
 def test_a_lora_that_finds_no_room_on_the_gpu_is_made_in_system_memory(on: Running) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away
     away, failed, real = on.away, list[torch.device](), forge_old.merged
 
     def merged(key: str, patches: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ def test_a_lora_that_finds_no_room_on_the_gpu_is_made_in_system_memory(on: Runni
     on.lora(a=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forge_old, "merged", merged)
-        assert on.picture() < 0.06
+        assert on.image() < 0.06
     # none of the others had to leave for it
     assert {each.type for each in failed} == {"cpu", "cuda"} and on.away == away and right(on)
     assert on.counter("out_of_memory") == away or on.counter("out_of_memory") > 1
@@ -153,25 +153,25 @@ def test_a_lora_that_finds_no_room_on_the_gpu_is_made_in_system_memory(on: Runni
 
 @room(1.6)
 def test_weights_that_stay_are_not_counted_as_loaded(on: Running) -> None:
-    assert on.picture(1) < 0.06 and on.picture() < 0.06
+    assert on.image(1) < 0.06 and on.image() < 0.06
     assert on.told == (on.there, 0) and on.there < 0.75 * SIZE
     on.host.memory.free_memory(1.59 * SIZE, on.host.place)
     loaded = forge_old.LoadedModel(on.host.model_data.sd_model.original)
     loaded.compute_inclusive_exclusive_memory()
     assert loaded.inclusive_memory == 0 and loaded.exclusive_memory < 0.75 * SIZE and on.card.used < SMALL
-    assert on.picture() < 0.06 and on.told == (on.there, 0)
+    assert on.image() < 0.06 and on.told == (on.there, 0)
 
 
 @room(1.6)
 def test_8_bit_weights_give_way_before_models_do_and_not_to_the_unet_itself(on: Running) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06
+    assert on.image() < 0.06 and on.image() < 0.06
     banks = on.accelerator.arena.banks
     held = banks.held
     text = on.host.another(int(0.1 * SIZE))
     on.host.memory.load_models_gpu([text], int(1.1 * SIZE))
     # both are there, and some 8-bit weights have left
     assert banks.held < held and len(on.host.current) == 2 and on.loaded
-    assert on.picture() < 0.06 and banks.held == held
+    assert on.image() < 0.06 and banks.held == held
     with pytest.MonkeyPatch.context() as patch:
         given: list[Any] = []
         patch.setattr(gpu_room, "givers", lambda needed, *args: given.append(needed) or [])
@@ -191,18 +191,18 @@ def test_8_bit_weights_give_way_before_models_do_and_not_to_the_unet_itself(on: 
 def test_a_controlnet_comes_after_it_as_much_as_has_room(on: Running) -> None:
     network = on.host.patcher_of(int(0.55 * SIZE))
     on.host.with_it = (network,)
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away and not on.in_parts
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away and not on.in_parts
     assert len(on.host.current) == 2 and not network.model.layer.weight.is_cuda
     on.lora(a=1.0)
-    assert on.picture() < 0.06 and on.away and not on.in_parts and right(on)
+    assert on.image() < 0.06 and on.away and not on.in_parts and right(on)
     on.host.option(something=1)
-    assert on.picture() < 0.06 and on.away and not on.in_parts and right(on)
+    assert on.image() < 0.06 and on.away and not on.in_parts and right(on)
 
 
 @room(1.6)
 def test_memory_runs_out_in_the_middle_of_an_image(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     on.lora(a=1.0)
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away
     on.session.drop_plans()
     wanted, seen = on.of(1, 4, a=1.0), short(on, monkeypatch, 0)
     steps = on.plan_runs()
@@ -212,26 +212,26 @@ def test_memory_runs_out_in_the_middle_of_an_image(on: Running, monkeypatch: pyt
     assert seen == [False, True, True, True, True] and on.plan_runs() == steps
     assert "GPU memory ran out with all of the UNet" in reasons(on)
     for _ in range(2):
-        assert on.picture() < 1e-2 and on.in_parts
+        assert on.image() < 1e-2 and on.in_parts
     on.lora()
-    assert on.picture() < 1e-2 and on.in_parts and right(on) and on.counter("out_of_memory") == 1
+    assert on.image() < 1e-2 and on.in_parts and right(on) and on.counter("out_of_memory") == 1
 
 
 @room(1.6)
 def test_a_call_without_a_plan_that_lacks_room_for_all_weights_is_forges(on: Running) -> None:
     test_forge_resident.image_in_parts(on)
     # Forge loads nothing again that is loaded
-    assert on.picture() < 1e-2 and on.in_parts and on.counter("errors") == 0
+    assert on.image() < 1e-2 and on.in_parts and on.counter("errors") == 0
 
 
 @room(1.6)
 def test_with_more_memory_it_comes_as_a_whole_later(on: Running) -> None:
     on.card.outside = int(0.7 * SIZE)
     for _ in range(2):
-        assert on.picture() < 1e-3 and on.in_parts
+        assert on.image() < 1e-3 and on.in_parts
     assert "the first image in 8 bits needs" in reasons(on)
     on.card.outside = 0
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away and not on.in_parts and right(on)
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away and not on.in_parts and right(on)
 
 
 def a_lora_in_the_layers(on: Running, patcher: Any) -> None:
@@ -268,7 +268,7 @@ REFUSED = (
 @pytest.mark.parametrize("done", REFUSED)
 @room(1.6)
 def test_what_is_not_known_is_left_to_forge(on: Running, done: Any) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away
     on.host.memory.unload_all_models()
     patcher = on.host.model_data.sd_model.original.clone()
     done(on, patcher)
@@ -281,13 +281,13 @@ def test_with_no_weights_on_the_gpu_by_choice(on: Running, monkeypatch: pytest.M
     # --always-no-vram
     real = on.host.memory.compute_model_gpu_memory_when_using_cpu_swap
     monkeypatch.setattr(on.host.memory, "compute_model_gpu_memory_when_using_cpu_swap", lambda free, left: 0)
-    assert on.picture() < 1e-2 and on.in_parts and on.card.used < SMALL
+    assert on.image() < 1e-2 and on.in_parts and on.card.used < SMALL
     monkeypatch.setattr(on.host.memory, "compute_model_gpu_memory_when_using_cpu_swap", real)
 
 
 @room(1.6)
 def test_without_a_function_that_is_wrapped_forge_loads_it_as_it_does_alone(on: Running) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away
     on.kind.stop()
     with pytest.MonkeyPatch.context() as patch:
         # another version may have it by another name

@@ -20,7 +20,7 @@ on = card_with(forge_old_memory, forge.OldSession)
 
 
 def in_8_bits(on: Running) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away
 
 
 def once(on: Running, patch: pytest.MonkeyPatch, error: type[BaseException]) -> list[int]:
@@ -40,12 +40,12 @@ def once(on: Running, patch: pytest.MonkeyPatch, error: type[BaseException]) -> 
 def given_way(on: Running, patch: pytest.MonkeyPatch) -> None:
     on.session.drop_plans()
     short(on, patch, 0)
-    on.picture()
+    on.image()
 
 
 def off(on: Running, patch: pytest.MonkeyPatch) -> None:
     on.host.opts.data["sfast_eight_bits"] = False
-    on.picture()
+    on.image()
 
 
 def ended(on: Running, patch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_after_a_load_in_parts_that_failed_the_next_image_is_made(
     assert seen
     on.host.errors.clear()
     for _ in range(2):
-        assert on.picture() < 0.06
+        assert on.image() < 0.06
     if what is ended:
         forge.start("test")
 
@@ -93,7 +93,7 @@ def test_what_is_refused_after_8_bits_comes_as_forge_loads_it_alone(on: Running,
 @pytest.mark.long
 @room(1.6)
 def test_models_may_be_given_by_an_iterator(on: Running) -> None:
-    assert on.picture() < 0.06
+    assert on.image() < 0.06
     on.host.memory.unload_all_models()
     on.host.memory.load_models_gpu(iter([on.host.model_data.sd_model.original]))
     assert on.host.current

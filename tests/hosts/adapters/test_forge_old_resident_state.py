@@ -107,13 +107,13 @@ def test_memory_that_an_image_reserves_for_a_controlnet(on: Running) -> None:
     # without that it would come as a whole
     on.host._load = lambda patcher: on.host.memory.load_models_gpu([patcher], 0, 0.5 * SIZE)
     for _ in range(2):
-        assert on.picture(1) < 1e-2 and on.in_parts and on.card.peak < 1.1 * SIZE + SMALL
+        assert on.image(1) < 1e-2 and on.in_parts and on.card.peak < 1.1 * SIZE + SMALL
 
 
 @room(1.6)
 def test_what_a_load_by_forge_leaves(on: Running) -> None:
     on.host.opts.data["sfast_eight_bits"] = False
-    assert on.picture(1) < 1e-2
+    assert on.image(1) < 1e-2
     ours, resident = on.session._resident, on.accelerator.arena.resident
     (loaded,) = on.host.current
 
@@ -134,10 +134,10 @@ def test_what_a_load_by_forge_leaves(on: Running) -> None:
 def test_a_unet_that_left_for_another_is_loaded_again(on: Running) -> None:
     # no plan is made
     on.host.unet.middle_block.register_forward_hook(lambda module, given, result: result)
-    assert on.picture(1) < 1e-2 and not on.in_parts
+    assert on.image(1) < 1e-2 and not on.in_parts
     ours = on.session._resident
     loader = ours.loader(on.host.unet)
     assert loader is not None
     ours._leaves(on.host.unet)
     assert on.off == SIZE and not any(each is loader for each in on.host.current)
-    assert on.picture(1) < 1e-2 and on.loaded and not on.in_parts
+    assert on.image(1) < 1e-2 and on.loaded and not on.in_parts

@@ -320,9 +320,9 @@ def test_on_a_gpu_what_forge_moves_off_is_held_only_if_there_is_room(on, monkeyp
         adapter.start("test")
         again = Running(name, host)
         host.load(1)
-        for loras, picture in (*expected.items(), ((), expected[()])):
+        for loras, image in (*expected.items(), ((), expected[()])):
             host.lora(everywhere=True, **dict(loras))
-            torch.testing.assert_close(host.generate().to("cpu"), picture, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(host.generate().to("cpu"), image, rtol=1e-3, atol=1e-4)
         # a text encoder as large as the UNet needs the room
         host.memory.free_memory(size, GPU)
         assert not card.holds(host.unet.out[2].weight)

@@ -27,14 +27,14 @@ on = card_with(forge_neo_memory, forge.ForgeSession)
 @room(1.6)
 def test_the_unet_is_loaded_as_a_whole_and_stays_in_8_bits(on: Running) -> None:
     for steps in (5, 3, 3):
-        assert on.picture(steps) < 0.06
+        assert on.image(steps) < 0.06
         assert not on.in_parts
     assert on.accelerator.status()["eight_bits"]["layers"] > 5
     assert on.away and on.counter("errors") == 0 and on.plan_runs() >= 9
     # what Forge is told is what it takes
     assert on.there < 0.75 * SIZE and on.told == (on.there, 0)
     # the second comparison reads weights one by one, and another size all of them
-    assert on.picture(13) < 0.06 and on.picture(3, size=12) < 0.06 and on.picture() < 0.06
+    assert on.image(13) < 0.06 and on.image(3, size=12) < 0.06 and on.image() < 0.06
     assert on.away and not on.in_parts and on.counter("captures") == 2 and on.counter("errors") == 0
 
 
@@ -42,7 +42,7 @@ def test_the_unet_is_loaded_as_a_whole_and_stays_in_8_bits(on: Running) -> None:
 def test_without_8_bits_forge_loads_it_in_parts_as_before(on: Running) -> None:
     on.host.opts.data["sfast_eight_bits"] = False
     for _ in range(2):
-        assert on.picture() < 1e-3
+        assert on.image() < 1e-3
         assert on.in_parts and 0 < on.loaded < 0.95 * SIZE
     assert on.counter("captures") == 0 and "in system memory" in str(on.session.report.as_dict()["reasons"])
 
@@ -50,25 +50,25 @@ def test_without_8_bits_forge_loads_it_in_parts_as_before(on: Running) -> None:
 @room(2.6)
 def test_on_a_large_card_nothing_leaves(on: Running) -> None:
     for _ in range(2):
-        assert on.picture() < 0.06
+        assert on.image() < 0.06
         assert on.loaded == SIZE and on.away == 0 and on.told == (SIZE, 0)
         assert getattr(on.host.current[0], "model_memory", lambda: SIZE)() == SIZE
 
 
 @room(1.6)
 def test_other_models_find_room_next_to_it_or_in_its_place(on: Running) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06
+    assert on.image() < 0.06 and on.image() < 0.06
     captures, moved = on.counter("captures"), on.there
     text = on.host.another(int(0.2 * SIZE))
     assert not on.in_parts and len(on.host.current) == 2
     # it stays, as it takes half
-    assert on.picture() < 0.06 and len(on.host.current) == 2
+    assert on.image() < 0.06 and len(on.host.current) == 2
     for size, needed in ((0.3, 0.9), (0.9, 0.65), (0.2, 1.3)):
         other = on.host.another(int(size * SIZE), int(needed * SIZE))
         assert other.model.layer.weight.is_cuda
         free = on.card.capacity - on.card.used
         assert free >= min(needed, 1.58 - size) * SIZE - SMALL, (size, needed, on.card.used / SIZE)
-        assert on.picture() < 0.06 and not on.in_parts
+        assert on.image() < 0.06 and not on.in_parts
         assert on.there <= moved + SMALL
         del other
         gc.collect()
@@ -76,13 +76,13 @@ def test_other_models_find_room_next_to_it_or_in_its_place(on: Running) -> None:
     assert on.counter("captures") == captures and on.counter("errors") == 0
     on.host.memory.unload_all_models()
     assert on.card.used < SMALL and on.loaded == 0
-    assert on.picture() < 0.06 and on.counter("captures") == captures
+    assert on.image() < 0.06 and on.counter("captures") == captures
 
 
 @room(1.6)
 def test_loras_are_followed_and_made_one_layer_at_a_time(on: Running) -> None:
-    on.picture()
-    assert on.picture() < 0.06
+    on.image()
+    assert on.image() < 0.06
     seen: list[int] = []
     on.host.callbacks["cfg_denoiser"].insert(0, lambda params: seen.append(on.there))
     brought_back = on.counter("weights_brought_back")
@@ -90,7 +90,7 @@ def test_loras_are_followed_and_made_one_layer_at_a_time(on: Running) -> None:
     for loras in ({"a": 2.0}, {"a": 1.0}, {"a": 1.0, "b": -1.0}, {}, {"b": 1.0}, {"a": -1.0}):
         stale, before = relative_error([on.of(1, **before)], [on.of(1, **loras)]), loras
         on.lora(**loras)
-        error = on.picture()
+        error = on.image()
         assert error < min(0.15, stale / 2), (loras, error, stale)
         # none of them stayed there while the others were made
         assert seen[0] < 0.7 * SIZE
@@ -104,34 +104,34 @@ def test_loras_are_followed_and_made_one_layer_at_a_time(on: Running) -> None:
 
 @room(1.6)
 def test_a_lora_in_the_layers_is_forges(on: Running) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06
+    assert on.image() < 0.06 and on.image() < 0.06
     for _ in range(2):
         on.lora(online=True, a=2.0)
-        assert on.picture() < 0.01 and on.in_parts
+        assert on.image() < 0.01 and on.in_parts
         on.lora()
-        assert on.picture() < 0.06 and not on.in_parts
+        assert on.image() < 0.06 and not on.in_parts
     assert on.counter("captures") == 1 and on.counter("errors") == 0
 
 
 @room(1.6)
 def test_off_and_on_by_the_settings(on: Running) -> None:
     options = on.host.opts.data
-    assert on.picture() < 0.06 and on.picture() < 0.06
+    assert on.image() < 0.06 and on.image() < 0.06
     for name in ("sfast_eight_bits", "sfast_enabled"):
         options[name] = False
-        assert on.picture() < 1e-2 and on.in_parts
+        assert on.image() < 1e-2 and on.in_parts
         assert accelerator_of(on.host.unet) is None or on.accelerator.arena.banks.held == 0
         assert on.card.used < on.loaded + SMALL
         options[name] = True
-        assert on.picture() < 0.06 and on.picture() < 0.06 and not on.in_parts
+        assert on.image() < 0.06 and on.image() < 0.06 and not on.in_parts
     runs = on.plan_runs()
-    assert on.picture() < 0.06 and on.plan_runs() > runs and on.counter("errors") == 0
+    assert on.image() < 0.06 and on.plan_runs() > runs and on.counter("errors") == 0
 
 
 @room(1.6)
 def test_at_the_end_of_a_session_the_weights_are_where_forge_believes(on: Running) -> None:
     for outside in (0, 0.55):
-        assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+        assert on.image() < 0.06 and on.image() < 0.06 and on.away
         on.card.outside = int(outside * SIZE)
         on.kind.stop()
         there = sum(p.nbytes for p in on.host.unet.parameters() if p.is_cuda)
@@ -139,7 +139,7 @@ def test_at_the_end_of_a_session_the_weights_are_where_forge_believes(on: Runnin
         # all of it is more than leaves enough for a forward, which Forge Neo mends with the next image
         in_parts = outside > 0 or not on.kind.RESIDENCE.shrinks
         assert on.in_parts == in_parts == (on.off > 0)
-        assert on.picture() < 1e-3
+        assert on.image() < 1e-3
         on.card.outside = 0
         forge.start("test")
         on.host.fire("model_loaded", on.host.model_data.sd_model)
@@ -149,7 +149,7 @@ def test_at_the_end_of_a_session_the_weights_are_where_forge_believes(on: Runnin
 @room(1.6)
 def test_at_the_end_of_a_session_after_the_patcher_of_an_image_is_gone(on: Running, outside: float) -> None:
     on.lora(a=1.0)
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away
     # Forge knows the one that it was a clone of
     on.lora()
     gc.collect()
@@ -157,17 +157,17 @@ def test_at_the_end_of_a_session_after_the_patcher_of_an_image_is_gone(on: Runni
     on.kind.stop()
     there = sum(p.nbytes for p in on.host.unet.parameters() if p.is_cuda)
     assert on.loaded == there and on.in_parts == (on.off > 0)
-    assert on.picture() < 1e-2
+    assert on.image() < 1e-2
 
 
 @room(1.6)
 def test_another_checkpoint_has_the_plans(on: Running) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06
+    assert on.image() < 0.06 and on.image() < 0.06
     for seed in (2, 1):
         on.load(seed)
         gc.collect()
         on.card.peak = 0
-        assert on.picture() < 0.06 and on.away and not on.in_parts
+        assert on.image() < 0.06 and on.away and not on.in_parts
         # never all of it in half precision
         assert on.card.peak < 0.9 * SIZE
     assert on.counter("captures") == 1 and on.counter("errors") == 0
@@ -189,17 +189,17 @@ def test_if_the_first_forward_runs_out_of_memory_forge_loads_it_in_parts(on: Run
         found = shown(on.host.generate().to("cpu"))
     assert relative_error([found], [wanted]) < 1e-3 and on.in_parts
     for _ in range(2):
-        assert on.picture() < 1e-3 and on.in_parts
+        assert on.image() < 1e-3 and on.in_parts
     assert on.counter("captures") == 0 and "in parts from now on" in str(on.session.report.as_dict()["events"])
 
 
 def image_in_parts(on: Running) -> None:
     """Two images in 8 bits, and one that the original forward makes, which has no room for all weights."""
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away
     # another program takes memory, and an extension's hook keeps plans from running
     on.card.outside = int(0.7 * SIZE)
     hook = on.host.unet.middle_block.register_forward_hook(lambda module, given, result: result)
-    assert on.picture() < 1e-2 and on.in_parts
+    assert on.image() < 1e-2 and on.in_parts
     hook.remove()
     on.card.outside = 0
 
@@ -208,27 +208,27 @@ def image_in_parts(on: Running) -> None:
 def test_a_call_without_a_plan_that_lacks_room_for_all_weights_is_forges(on: Running) -> None:
     image_in_parts(on)
     # it was not refused: with the memory 8 bits are back
-    assert on.picture() < 0.06 and not on.in_parts
+    assert on.image() < 0.06 and not on.in_parts
 
 
 @room(1.6)
 def test_memory_that_another_program_takes_while_an_image_is_made(on: Running) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away
     on.host.callbacks["cfg_denoiser"].append(lambda params: setattr(on.card, "outside", int(0.7 * SIZE)))
     on.host.unet.middle_block.register_forward_hook(lambda module, given, result: result)
     # less than there was for it in parts when it was loaded
-    assert on.picture() < 1e-2 and on.in_parts and on.counter("errors") == 0
+    assert on.image() < 1e-2 and on.in_parts and on.counter("errors") == 0
 
 
 @room(1.05)
 def test_without_room_for_the_first_image_it_is_loaded_in_parts(on: Running) -> None:
-    assert on.picture() < 1e-3 and on.in_parts and on.counter("captures") == 0
+    assert on.image() < 1e-3 and on.in_parts and on.counter("captures") == 0
     assert on.counter("out_of_memory") == 0 and on.card.refused == 0
 
 
 @room(1.6)
 def test_an_exception_in_the_middle_of_an_image(on: Running) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06
+    assert on.image() < 0.06 and on.image() < 0.06
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -237,7 +237,7 @@ def test_an_exception_in_the_middle_of_an_image(on: Running) -> None:
     with pytest.raises(KeyboardInterrupt):
         on.host.generate()
     on.host.callbacks["cfg_denoiser"].remove(stop)
-    assert on.picture() < 0.06 and not on.in_parts and on.counter("errors") == 0
+    assert on.image() < 0.06 and not on.in_parts and on.counter("errors") == 0
 
 
 SCENES = (
@@ -277,7 +277,7 @@ def test_random_scenes(on: Running, seed: int, monkeypatch: pytest.MonkeyPatch) 
         else:
             on.session.drop_plans()
         for _ in range(rng.randint(1, 2)):
-            error = on.picture(rng.randint(1, 3), rng.choice((8, 8, 12)))
+            error = on.image(rng.randint(1, 3), rng.choice((8, 8, 12)))
             # in parts, and without 8 bits, it is rounding: layers may have kept the layout that plans gave them
             exact = on.in_parts or not (options.get("sfast_enabled", True) and options["sfast_eight_bits"])
             assert error < (0.03 if exact else 0.2), done

@@ -64,34 +64,34 @@ def ours() -> dict[str, int]:
     return {kind.__name__: sum(type(each) is kind for each in gc.get_objects()) for kind in OURS}
 
 
-def pictures(on: Running, *sizes: int) -> None:  # noqa: F811
+def images(on: Running, *sizes: int) -> None:  # noqa: F811
     for size in sizes or (8, 8):
-        assert on.picture(2, size) < 0.2
+        assert on.image(2, size) < 0.2
 
 
 @room(1.6)
 def test_while_it_is_on(on: Running) -> None:  # noqa: F811
-    pictures(on)
+    images(on)
     away = held(on)
     assert 0.5 * SIZE < away < SIZE and on.away
     on.lora(a=1.0)
-    pictures(on)
+    images(on)
     with_lora = held(on)
     assert with_lora <= away + SIZE
     # another UNet has the plans, of the one before nothing stays
     on.load(2)
-    pictures(on)
+    images(on)
     assert on.away and held(on) <= with_lora + SMALL
     on.lora(b=0.5)
-    pictures(on, 12, 8)
+    images(on, 12, 8)
     assert on.away and held(on) <= with_lora + SMALL
     on.lora()
-    pictures(on)
+    images(on)
     assert on.away and held(on) <= away + SMALL
     # values in 8 bits stay there once they had to leave the GPU
     banks = on.accelerator.arena.banks.bytes
     on.host.memory.unload_all_models()
-    pictures(on)
+    images(on)
     assert on.away and held(on) <= away + banks + SMALL
     report = on.session.report
     on.kind.stop()
@@ -111,23 +111,23 @@ def test_after_it_was_turned_off(on: Running, name: str) -> None:  # noqa: F811
         options["sfast_enabled"] = False
         on.lora()
         on.load(1)
-        pictures(on, 8)
+        images(on, 8)
         options["sfast_enabled"] = True
         return held(on), ours()
 
     start, there = at_rest()
-    pictures(on)
+    images(on)
     on.lora(a=-1.0)
-    pictures(on)
+    images(on)
     options[name] = False
-    pictures(on, 8)
+    images(on, 8)
     options[name] = True
     on.load(2)
-    pictures(on, 8, 12)
+    images(on, 8, 12)
     on.host.memory.unload_all_models()
-    pictures(on)
+    images(on)
     on.lora(a=0.5, b=1.0)
-    pictures(on, 8)
+    images(on, 8)
     end, left = at_rest()
     assert end <= start + SMALL and left == there
     assert on.counter("errors") == 0

@@ -352,12 +352,12 @@ def test_a_host_of_diffusers_is_compared_as_well(sdnext, monkeypatch):
         requests.append((p.override_settings[KEY], p.seed))
         for key, value in p.override_settings.items():
             setattr(sdnext.shared.opts, key, value)
-        sdnext.picture()
+        sdnext.image()
         setattr(sdnext.shared.opts, KEY, True)
         image = Image.new("RGB", (8, 8), (len(requests), 0, 0))
         return SimpleNamespace(images=["a grid", image], index_of_first_image=1, all_seeds=[3], all_prompts=["a"])
 
-    sdnext.picture()
+    sdnext.image()
     p = Request()
     session.last_request.around(lambda p: SimpleNamespace(images=["an image"], all_seeds=[3]), p)
     monkeypatch.setattr(sdnext.processing, "process_images", process_images)

@@ -46,6 +46,11 @@ def test_a_switch_alone_and_nothing(chosen, values):
     assert p.override_settings == {"sd_vae": "other", **values} and per_request.ignored(p) == []
 
 
+def test_a_choice_by_its_former_name_is_one():
+    p = request({"preset": "same picture"})
+    assert p.override_settings == {"sfast_preset": "same picture"} and per_request.ignored(p) == []
+
+
 def test_a_host_without_overrides():
     p = SimpleNamespace(override_settings=None)
     per_request.apply(p, False)

@@ -62,7 +62,7 @@ on = card_with(reforge_memory, forge.ReforgeSession)
 
 @room(1.6)
 def test_of_two_checkpoints_that_are_kept_each_has_its_own_weights(on: Running) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away
     models = {1: on.host.model_data.sd_model}
     with pytest.MonkeyPatch.context() as patch:
         # reForge keeps so many checkpoints as are allowed, and moves none of them
@@ -74,7 +74,7 @@ def test_of_two_checkpoints_that_are_kept_each_has_its_own_weights(on: Running) 
     for seed in (2, 2, 1, 1, 2, 1, 1):
         on.seed, on.host.model_data.sd_model = seed, models[seed]
         on.lora(**({"a": 1.0} if seed == 2 else {}))
-        assert on.picture() < 0.06, seed
+        assert on.image() < 0.06, seed
     assert on.away and not on.model.model_lowvram and on.counter("errors") == 0
 
 
@@ -83,14 +83,14 @@ def test_without_room_for_all_of_it_and_a_forward_it_is_in_parts_once_8_bits_are
     # reForge takes nothing back from a UNet that is there as a whole, and does not say how little room there is
     # an extension's hook keeps plans from running, and all weights are there
     hook = on.host.unet.middle_block.register_forward_hook(lambda module, given, result: result)
-    assert on.picture() < 1e-2 and not on.away and not on.model.model_lowvram
+    assert on.image() < 1e-2 and not on.away and not on.model.model_lowvram
     hook.remove()
     on.host.opts.data["sfast_eight_bits"] = False
-    assert on.picture() < 1e-2 and on.model.model_lowvram
+    assert on.image() < 1e-2 and on.model.model_lowvram
     on.host.opts.data["sfast_eight_bits"] = True
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away and not on.model.model_lowvram
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away and not on.model.model_lowvram
     on.kind.stop()
-    assert on.model.model_lowvram and on.picture() < 1e-2
+    assert on.model.model_lowvram and on.image() < 1e-2
 
 
 @room(1.3)
@@ -100,7 +100,7 @@ def test_on_a_card_without_room_for_a_forward_next_to_all_weights_it_stays_in_pa
     assert on.session.eight_bits.status(on.session.config(), [])["note"] is None
     on.host.opts.data["sfast_eight_bits"] = True
     for _ in range(3):
-        assert on.picture() < 1e-2 and on.model.model_lowvram
+        assert on.image() < 1e-2 and on.model.model_lowvram
     assert on.counter("captures") == on.counter("out_of_memory") == on.card.refused == 0
 
 
@@ -127,7 +127,7 @@ def a_cast(patcher: Any) -> None:
 @pytest.mark.parametrize("done", [hook_patches, injections, callbacks, a_wrapper_of_a_weight, a_cast])
 @room(1.6)
 def test_what_works_on_weights_by_itself_is_left_to_reforge(on: Running, done: Any) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away
     patcher = on.host.model_data.sd_model.original
     on.host.memory.unload_all_models()
     done(patcher)
@@ -138,7 +138,7 @@ def test_what_works_on_weights_by_itself_is_left_to_reforge(on: Running, done: A
 
 @room(1.6)
 def test_without_a_function_that_is_wrapped_reforge_loads_it_in_parts(on: Running) -> None:
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.away
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away
     on.kind.stop()
     with pytest.MonkeyPatch.context() as patch:
         # another version may have it by another name

@@ -53,7 +53,7 @@ def test_who_its_own_api_asks_for_a_password_is_asked_here(host: Host) -> None:
 
 def test_an_image_is_made_by_a_plan_and_is_the_same(host: Host) -> None:
     host.sd_models.load_model(pipeline())
-    close(host.picture(steps=4), host.stock(steps=4))
+    close(host.image(steps=4), host.stock(steps=4))
     assert host.captures() == 1
     assert host.runs() >= 3
     assert host.status()["model"] == "tiny-0"
@@ -65,8 +65,8 @@ def test_lora_changes_reach_the_plan_without_a_new_capture(host: Host) -> None:
     jobs = [{"network": layers, "multiplier": m} for m in (0.0, 1.0, 0.5, 0.0)]
     expected = [host.stock(**job) for job in jobs]
     assert (expected[1] - expected[0]).abs().max() > 0.01
-    for job, picture in zip(jobs, expected):
-        close(host.picture(**job), picture)
+    for job, image in zip(jobs, expected):
+        close(host.image(**job), image)
     assert host.captures() == 1
     assert host.session.report.counter("weights_copied") > 0
 
@@ -75,8 +75,8 @@ def test_another_size_is_another_plan(host: Host) -> None:
     host.sd_models.load_model(pipeline())
     for size in ((8, 8), (12, 8), (8, 8)):
         job = {"width": size[0], "height": size[1]}
-        picture = host.picture(**job)
-        assert picture.shape[-2:] == size[::-1]
+        image = host.image(**job)
+        assert image.shape[-2:] == size[::-1]
     assert host.captures() == 2
 
 
@@ -85,7 +85,7 @@ def test_unticking_gives_the_forward_and_the_weights_back(host: Host) -> None:
     unet = host.modeldata.model_data.sd_model.unet
     host.session.release_models()
     before = forwards(unet), {n: (p.stride(), p.clone()) for n, p in unet.named_parameters()}
-    host.picture()
+    host.image()
     assert host.adapter.accelerator_of(unet) is not None
     runs = host.runs()
     host.stock()
@@ -96,7 +96,7 @@ def test_unticking_gives_the_forward_and_the_weights_back(host: Host) -> None:
     for name, parameter in unet.named_parameters():
         assert parameter.stride() == before[1][name][0]
         assert torch.equal(parameter, before[1][name][1])
-    host.picture()
+    host.image()
     assert host.runs() > runs
 
 
@@ -109,13 +109,13 @@ def test_balanced_offload_keeps_plans_under_a_hook_that_comes_and_goes(host: Hos
     layers = network(unet)
     expected = host.stock(network=layers, multiplier=1.0)
     for _ in range(3):
-        close(host.picture(network=layers, multiplier=1.0), expected)
+        close(host.image(network=layers, multiplier=1.0), expected)
         assert "_hf_hook" in unet.__dict__
         assert host.adapter.accelerator_of(unet) is not None
     assert host.captures() == 1
     host.opts.diffusers_offload_mode = "none"
     host.sd_offload.disable_offload(host.modeldata.model_data.sd_model)
-    close(host.picture(network=layers, multiplier=1.0), expected)
+    close(host.image(network=layers, multiplier=1.0), expected)
     assert host.captures() == 1
     host.stock()
     assert host.adapter.accelerator_of(unet) is None
@@ -129,11 +129,11 @@ def test_hooks_that_only_move_arguments_are_vouched_for(host: Host) -> None:
     for module in unet.modules():
         hook = hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True)
         hooks.add_hook_to_module(module, hook, append=True)
-    close(host.picture(), host.stock())
+    close(host.image(), host.stock())
     assert host.runs() > 0
     unet.mid_block._hf_hook.offload = True
     runs = host.runs()
-    host.picture()
+    host.image()
     assert host.runs() == runs and "do not fit on the GPU" in host.reasons()
     unet.mid_block._hf_hook.offload = False  # it could not be taken off as it is
 
@@ -147,13 +147,13 @@ def test_offload_by_models_is_lived_with_if_there_is_room(
     host.sd_models.load_model(pipeline())
     unet = host.modeldata.model_data.sd_model.unet
     hook = accelerate.cpu_offload_with_hook(unet, execution_device="cpu")[1]
-    pictures = []
+    images = []
     for _ in range(2):
-        pictures.append(host.picture())
+        images.append(host.image())
         hook.offload()
     assert (host.runs() > 0) == (room > 0) and ("offload mode 'model'" in host.reasons()) == (room == 0)
-    for picture in pictures:
-        close(picture, host.stock())
+    for image in images:
+        close(image, host.stock())
 
 
 def free_u(s1: float) -> Callable[[Any], None]:
@@ -173,17 +173,17 @@ def test_freeu_is_part_of_the_key(host: Host) -> None:
     host.sd_models.load_model(pipeline())
     for factor in (None, 0.9, 0.5, None, 0.9):
         job = {"apply": no_free_u if factor is None else free_u(factor), "unapply": no_free_u}
-        close(host.picture(**job), host.stock(**job))
+        close(host.image(**job), host.stock(**job))
 
 
 def test_hypertile_runs_the_original(host: Host) -> None:
     host.sd_models.load_model(pipeline())
-    host.picture()
+    host.image()
     runs = host.runs()
-    host.picture(hypertile_enabled=True)
+    host.image(hypertile_enabled=True)
     assert host.runs() == runs
     assert "HyperTile" in host.reasons()
-    host.picture()
+    host.image()
     assert host.runs() > runs
 
 
@@ -196,7 +196,7 @@ class StableDiffusionPAGPipeline(SimpleNamespace):
 )
 def test_only_a_pipeline_that_perturbs_attention_runs_the_original(host: Host, scale: Any, accelerated: bool) -> None:
     host.sd_models.load_model(StableDiffusionPAGPipeline(**vars(pipeline()), _cfg_true=scale))
-    close(host.picture(), host.stock())
+    close(host.image(), host.stock())
     assert (host.runs() > 0) is accelerated
     assert ("perturbed attention guidance" in host.reasons()) is not accelerated
 
@@ -220,11 +220,11 @@ def test_token_merging_runs_the_original_and_what_it_leaves_behind_does_not_matt
                 module.processor = processor
 
     host.sd_models.load_model(pipeline())
-    host.picture(apply=patch, unapply=unpatch, hires=True)
+    host.image(apply=patch, unapply=unpatch, hires=True)
     assert host.runs() == 0
     assert "token merging (ToDo)" in host.reasons()
     for seed in range(3):
-        close(host.picture(seed=seed), host.stock(seed=seed))
+        close(host.image(seed=seed), host.stock(seed=seed))
     assert host.runs() >= 3
 
 
@@ -257,7 +257,7 @@ def test_an_adapters_scale_may_change_at_each_step(host: Host) -> None:
     job = {"steps": 5, "apply": lambda p: fade(p, 0), "each_step": fade}
     expected = host.stock(**job)
     for _ in range(3):
-        close(host.picture(**job), expected)
+        close(host.image(**job), expected)
     assert host.runs() > 0
 
 
@@ -267,24 +267,24 @@ def test_plans_are_kept_for_an_adapter_that_is_loaded_anew(host: Host) -> None:
     stock = [host.stock(**job) for job in jobs]
     assert (stock[2] - stock[0]).abs().max() > 0.01 and (stock[4] - stock[0]).abs().max() > 0.01
     captures = []
-    for job, picture in zip(jobs, stock):
-        close(host.picture(**job), picture)
+    for job, image in zip(jobs, stock):
+        close(host.image(**job), image)
         captures.append(host.captures())
     # one with the adapter, one without it, one for each scale
     assert captures == [1, 1, 1, 2, 3, 3, 3]
-    close(host.picture(adapter=4), host.stock_of(0, adapter=4))
+    close(host.image(adapter=4), host.stock_of(0, adapter=4))
 
 
 def test_no_object_of_an_adapter_is_held_for_a_model_that_is_gone(host: Host) -> None:
     host.sd_models.load_model(pipeline())
-    host.picture(adapter=3)
+    host.image(adapter=3)
     pipe = host.modeldata.model_data.sd_model
     last = weakref.ref(next(iter(host.session._ip_adapters._last[pipe.unet][True][0].values())))
     assert last() is not None
     host.sd_models.unload_model_weights()
     del pipe
     host.sd_models.load_model(pipeline(1))
-    host.picture()
+    host.image()
     gc.collect()
     assert last() is None
 

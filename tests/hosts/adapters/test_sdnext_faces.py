@@ -67,7 +67,7 @@ def test_a_face_is_never_baked_in(host: Host) -> None:
     host.sd_models.load_model(pipe)
     before = dict(pipe.unet.attn_processors)
     plain = stock(host, None)
-    close(host.picture(), plain)
+    close(host.image(), plain)
     for scale in (0.8, 0.8, 0.3, 0.0):
         if scale == 0.8:
             with_faces(pipe.unet, scale)
@@ -77,11 +77,11 @@ def test_a_face_is_never_baked_in(host: Host) -> None:
                     processor.scale = scale
         expected, runs = stock(host, scale), host.runs()
         assert (expected - plain).abs().max() > 1e-3
-        close(host.picture(), expected)
-        close(host.picture(), expected)
+        close(host.image(), expected)
+        close(host.image(), expected)
         assert host.runs() > runs
     assert not host.reasons()
     pipe.unet.set_attn_processor(before)
     runs = host.runs()
-    close(host.picture(), plain)
+    close(host.image(), plain)
     assert host.runs() > runs

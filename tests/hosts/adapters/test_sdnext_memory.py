@@ -145,8 +145,8 @@ def test_lora_is_followed_while_the_weights_come_and_go(open_card: Any, gib: int
     jobs: list[dict[str, Any]] = [{"network": layers, "multiplier": m} for m in (0.0, 1.0, 0.5, 0.0)]
     expected = [on.stock(**job) for job in jobs]
     assert (expected[1] - expected[0]).abs().max() > 0.01
-    for job, picture in zip(jobs, expected):
-        on.job(picture, **job)
+    for job, image in zip(jobs, expected):
+        on.job(image, **job)
     assert on.host.captures() == 1
 
 

@@ -24,12 +24,12 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 def test_another_unet_without_a_callback_takes_the_plans_over(host: Host) -> None:
     pipe = pipeline(0)
     host.sd_models.load_model(pipe)
-    host.picture()
+    host.image()
     old, pipe.unet = pipe.unet, tiny_unet(7)
-    picture = host.picture()
+    image = host.image()
     assert host.captures() == 1 and host.adapter.accelerator_of(old) is None
     assert host.adapter.accelerator_of(pipe.unet) is not None
-    close(picture, host.stock())
+    close(image, host.stock())
     # whoever holds the other one still has its weights
     for (name, left), (_, twin) in zip(old.named_parameters(), tiny_unet(0).named_parameters()):
         assert left.stride() == twin.stride() and torch.equal(left, twin), name
@@ -38,26 +38,26 @@ def test_another_unet_without_a_callback_takes_the_plans_over(host: Host) -> Non
 def test_another_unet_without_room_for_both_has_plans_of_its_own(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = pipeline(0)
     host.sd_models.load_model(pipe)
-    host.picture()
+    host.image()
     monkeypatch.setattr(gpu_room, "free_bytes", lambda: 0)
     pipe.unet = tiny_unet(7)
-    close(host.picture(), host.stock())
+    close(host.image(), host.stock())
     assert host.captures() == 2
 
 
 def test_a_new_pipeline_object_around_the_same_unet_keeps_its_plans(host: Host) -> None:
     pipe = pipeline()
     host.sd_models.load_model(pipe)
-    host.picture()
+    host.image()
     host.modeldata.model_data.sd_model = SimpleNamespace(**vars(pipe))
-    host.picture()
+    host.image()
     assert host.captures() == 1
 
 
 def test_unloading_the_model_gives_it_back_first(host: Host) -> None:
     host.sd_models.load_model(pipeline())
     unet = host.modeldata.model_data.sd_model.unet
-    host.picture()
+    host.image()
     host.sd_models.unload_model_weights(op="refiner")
     assert host.adapter.accelerator_of(unet) is not None
     host.sd_models.unload_model_weights()
@@ -65,33 +65,33 @@ def test_unloading_the_model_gives_it_back_first(host: Host) -> None:
     assert all(p.device.type == "meta" for p in unet.parameters())
     assert not host.status()["accelerators"]
     host.sd_models.load_model(pipeline(1))
-    close(host.picture(), host.stock())
+    close(host.image(), host.stock())
 
 
 def test_a_switch_to_a_checkpoint_of_the_same_architecture_keeps_the_plans(host: Host) -> None:
     host.sd_models.load_model(pipeline())
     old = host.modeldata.model_data.sd_model.unet
     stock = [host.stock_of(seed) for seed in (0, 1)]
-    host.picture()
+    host.image()
     for seed in (1, 0):
         host.sd_models.reload_model_weights(lambda seed=seed: pipeline(seed))
-        close(host.picture(), stock[seed])
+        close(host.image(), stock[seed])
     assert host.captures() == 1 and host.adapter.accelerator_of(old) is None
     assert "plans are kept for a model of the same architecture" in str(host.status()["events"])
 
 
 def test_a_switch_without_room_for_both_gives_the_memory_back(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.sd_models.load_model(pipeline())
-    host.picture()
+    host.image()
     monkeypatch.setattr(gpu_room, "free_bytes", lambda: 0)
     host.sd_models.reload_model_weights(lambda: pipeline(1))
-    close(host.picture(), host.stock_of(1))
+    close(host.image(), host.stock_of(1))
     assert host.captures() == 2
 
 
 def test_a_switch_that_fails_leaves_nothing_behind(host: Host) -> None:
     host.sd_models.load_model(pipeline())
-    host.picture()
+    host.image()
 
     def broken() -> Any:
         raise OSError("no such file")
@@ -100,7 +100,7 @@ def test_a_switch_that_fails_leaves_nothing_behind(host: Host) -> None:
         host.sd_models.reload_model_weights(broken)
     assert not host.status()["accelerators"]
     host.sd_models.load_model(pipeline(1))
-    close(host.picture(), host.stock_of(1))
+    close(host.image(), host.stock_of(1))
 
 
 def test_a_controlnet_beside_the_unet_is_accelerated_from_its_second_step_on(host: Host) -> None:
@@ -113,11 +113,11 @@ def test_a_controlnet_beside_the_unet_is_accelerated_from_its_second_step_on(hos
     stock = host.stock()
     assert not torch.equal(stock, host.stock_of(0))
     for _ in range(2):
-        close(host.picture(), stock)
+        close(host.image(), stock)
     (beside,) = [a for a in host.status()["accelerators"] if a["name"] == "controlnet"]
     assert [plan["replays"] for plan in beside["plans"]] == [4]
     del pipe.controlnet
-    host.picture()
+    host.image()
     assert [a["name"] for a in host.status()["accelerators"]] == ["unet"]
 
 
@@ -129,24 +129,24 @@ def test_the_refiner_is_accelerated_beside_the_model(host: Host) -> None:
     plain, stock = host.stock(), host.stock(refine=True)
     assert (stock - plain).abs().max() > 0.01
     for _ in range(2):
-        close(host.picture(refine=True), stock)
+        close(host.image(refine=True), stock)
     found = host.status()["accelerators"]
     assert {a["name"]: [plan["replays"] for plan in a["plans"]] for a in found} == {"unet": [5], "refiner": [5]}
     host.sd_models.unload_model_weights(op="refiner")
     assert host.adapter.accelerator_of(refiner) is None and host.adapter.accelerator_of(unet) is not None
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in refiner.parameters())
-    close(host.picture(), plain)
+    close(host.image(), plain)
     assert [a["name"] for a in host.status()["accelerators"]] == ["unet"]
 
 
 def test_the_refiner_is_given_back_if_the_gpu_has_no_room(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.sd_models.load_model(pipeline())
     host.sd_models.load_refiner(pipeline(5))
-    host.picture(refine=True)
+    host.image(refine=True)
     assert [a["name"] for a in host.status()["accelerators"]] == ["unet", "refiner"]
     monkeypatch.setattr(gpu_room, "free_bytes", lambda: 0)
     host.opts.diffusers_move_refiner = True
-    host.picture(refine=True)
+    host.image(refine=True)
     assert "the refiner is moved off the GPU" in host.reasons()
     assert [a["name"] for a in host.status()["accelerators"]] == ["unet"]
 
@@ -154,7 +154,7 @@ def test_the_refiner_is_given_back_if_the_gpu_has_no_room(host: Host, monkeypatc
 def test_reloading_the_scripts_leaves_one_registration(host: Host) -> None:
     original = host.sd_models.unload_model_weights.__wrapped__
     host.sd_models.load_model(pipeline())
-    host.picture()
+    host.image()
     host.script_callbacks.fire("script_unloaded")
     assert host.sd_models.unload_model_weights is original
     assert host.adapter.accelerator_of(host.modeldata.model_data.sd_model.unet) is None
@@ -162,7 +162,7 @@ def test_reloading_the_scripts_leaves_one_registration(host: Host) -> None:
         callbacks.clear()
     host.adapter.start("0.0")
     assert host.sd_models.unload_model_weights.__wrapped__ is original
-    close(host.picture(), host.stock())
+    close(host.image(), host.stock())
 
 
 def test_another_extensions_function_around_ours_goes_on(host: Host) -> None:

@@ -63,17 +63,17 @@ def unet_of(host: Host) -> Any:
 def accelerated(host: Host, **job: Any) -> torch.Tensor:
     """An image that plans made."""
     runs = host.runs()
-    picture = host.picture(**job)
+    image = host.image(**job)
     assert host.runs() > runs, host.reasons()
-    return picture
+    return image
 
 
 def bypassed(host: Host, words: str, **job: Any) -> torch.Tensor:
     """An image that the host made by itself, with a reason."""
     runs = host.runs()
-    picture = host.picture(**job)
+    image = host.image(**job)
     assert host.runs() == runs and words in host.reasons(), host.reasons()
-    return picture
+    return image
 
 
 def to_mode(host: Host, mode: str) -> None:
@@ -172,8 +172,8 @@ def test_a_setting_of_balanced_offload_that_takes_effect_at_once(august: Host, n
     setattr(august.opts, name, AT_ONCE[name])
     august.sd_offload.reapply_offload()
     assert unet._hf_hook is not hook
-    for multiplier, picture in zip((1.0, 0.5), expected):
-        close(accelerated(august, network=layers, multiplier=multiplier), picture)
+    for multiplier, image in zip((1.0, 0.5), expected):
+        close(accelerated(august, network=layers, multiplier=multiplier), image)
     assert august.captures() == 1
 
 
@@ -250,7 +250,7 @@ def test_hooks_of_a_group_in_the_middle_of_an_image(august: Host) -> None:
         if step == 2:
             change(august, diffusers_offload_mode="group")
 
-    close(august.picture(steps=5, each_step=in_groups), expected)
+    close(august.image(steps=5, each_step=in_groups), expected)
     close(bypassed(august, "offload mode 'group'", steps=5), expected)
 
 

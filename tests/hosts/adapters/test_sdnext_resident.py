@@ -111,11 +111,11 @@ class Running:
     def unet(self) -> Any:
         return self.host.modeldata.model_data.sd_model.unet
 
-    def picture(self, steps: int = 3, seed: int = 1, multiplier: float = 0.0, side: int = 8, **more: Any) -> float:
+    def image(self, steps: int = 3, seed: int = 1, multiplier: float = 0.0, side: int = 8, **more: Any) -> float:
         """Make an image; how far its latent is from one of a twin."""
         wanted = _latent(self.checkpoint, steps, seed, multiplier, side)
         job: dict[str, Any] = {"width": side, "height": side, "steps": steps, "seed": seed, **more}
-        found = self.host.picture(network=network(_unet(self.checkpoint)), multiplier=multiplier, **job)
+        found = self.host.image(network=network(_unet(self.checkpoint)), multiplier=multiplier, **job)
         assert not self.card.faults
         return relative_error([found], [wanted])
 
@@ -159,7 +159,7 @@ def release(number: int) -> Any:
 @pytest.mark.parametrize("on", RELEASES, indirect=True)
 def test_weights_in_8_bits_move(on: Running) -> None:
     for _ in range(2):
-        assert on.picture(steps=4) < 0.06
+        assert on.image(steps=4) < 0.06
     assert on.away > 20 and on.counter("replays") > 5, on.host.reasons()
     told = accelerator_of(on.unet).status()["eight_bits"]
     assert told["layers"] > 10 and told["reason"] is None
@@ -169,10 +169,10 @@ def test_weights_in_8_bits_move(on: Running) -> None:
 @release(0)
 def test_a_lora_is_followed_at_its_step(on: Running) -> None:
     for _ in range(4):
-        on.picture()
+        on.image()
     for multiplier in (1.0, -1.0, 0.0, 2.0):
-        assert on.picture(2, multiplier=multiplier) < 0.1
-        assert on.picture(2, multiplier=multiplier) < 0.1
+        assert on.image(2, multiplier=multiplier) < 0.1
+        assert on.image(2, multiplier=multiplier) < 0.1
         assert on.away > 20
     assert on.counter("errors") == 0 and on.counter("captures") == 1
 
@@ -181,7 +181,7 @@ def in_8_bits(on: Running) -> None:
     away = []
     for _ in range(3):
         # in its eleventh step a plan is compared, and half-precision weights are back at its end
-        assert on.picture() < 0.06
+        assert on.image() < 0.06
         away.append(on.away)
     assert sorted(away)[1] > 20
 
@@ -193,14 +193,14 @@ def test_off_on_and_another_checkpoint(on: Running, seeds: tuple[int, ...]) -> N
     for seed in seeds:
         in_8_bits(on)
         on.host.opts.sfast_eight_bits = False
-        assert on.picture() < 0.02 and on.away == 0
+        assert on.image() < 0.02 and on.away == 0
         assert accelerator_of(on.unet).status()["eight_bits"]["bytes"] == 0
         on.host.opts.sfast_eight_bits = True
         in_8_bits(on)
         on.load(seed + 1)
     in_8_bits(on)
     on.host.opts.sfast_enabled = False
-    assert on.picture() < 1e-3 and on.away == 0 and on.counter("errors") == 0
+    assert on.image() < 1e-3 and on.away == 0 and on.counter("errors") == 0
 
 
 @functools.lru_cache(maxsize=None)
@@ -229,7 +229,7 @@ def test_a_transformer(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         if name.endswith(("to_q", "to_out.0", "w2"))
     }  # fmt: skip
 
-    def picture(multiplier: float = 0.0, size: tuple[int, int] = (8, 8)) -> float:
+    def image(multiplier: float = 0.0, size: tuple[int, int] = (8, 8)) -> float:
         on.host.script_callbacks.fire("before_process", SimpleNamespace())
         on.host.sd_offload.apply_balanced_offload(pipe)
         lora.network_activate(ours, network, multiplier)
@@ -251,12 +251,12 @@ def test_a_transformer(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         return max(errors)
 
     for _ in range(2):
-        assert picture() < 0.06
+        assert image() < 0.06
     assert away(ours) == 28 and on.counter("replays") > 3, on.host.reasons()
     for multiplier in (1.0, -1.0, 0.0):
-        assert picture(multiplier) < 0.1 and picture(multiplier) < 0.1
+        assert image(multiplier) < 0.1 and image(multiplier) < 0.1
         assert away(ours) == 28
-    assert picture(size=(8, 12)) < 0.06 and on.counter("captures") == 2 and on.counter("errors") == 0
+    assert image(size=(8, 12)) < 0.06 and on.counter("captures") == 2 and on.counter("errors") == 0
     on.host.opts.sfast_eight_bits = False
-    assert picture() < 0.02 and away(ours) == 0
+    assert image() < 0.02 and away(ours) == 0
     assert accelerator_of(ours).status()["eight_bits"]["bytes"] == 0

@@ -35,13 +35,13 @@ def quantised(host: Host, **change: Any) -> Any:
 def test_int8_with_products_of_integers_is_accelerated(host: Host) -> None:
     attention = quantised(host)
     expected = host.stock()
-    close(host.picture(), expected)
+    close(host.image(), expected)
     assert host.captures() == 1
     # a LoRA is added to the dequantised weight, which is quantised again
     layer = attention.to_q
     layer.weight = nn.Parameter(layer.weight.t().roll(1, 1).t(), requires_grad=False)
     layer.scale.mul_(1.5)
-    changed = host.picture()
+    changed = host.image()
     assert host.captures() == 1 and (changed - expected).abs().max() > 1e-4
     close(changed, host.stock())
 
@@ -57,7 +57,7 @@ def test_another_format_is_named(host: Host, name: str, value: Any) -> None:
     attention = quantised(host)
     setattr(attention.to_q.sdnq_dequantizer, name, value)
     expected = host.stock()
-    close(host.picture(), expected)
+    close(host.image(), expected)
     named = value if isinstance(value, str) else f"{name}: {value}"
     assert f"the model is quantised (SDNQ, {named})" in host.reasons()
     assert host.captures() == 0
@@ -66,12 +66,12 @@ def test_another_format_is_named(host: Host, name: str, value: Any) -> None:
 @pytest.mark.parametrize("name", ["svd_up", "svd_down", "zero_point"])
 def test_what_is_added_is_named(host: Host, name: str) -> None:
     setattr(quantised(host).to_q, name, torch.ones(1))
-    host.picture()
+    host.image()
     assert f"(SDNQ, {name})" in host.reasons()
 
 
 @pytest.mark.parametrize("name", ["use_codebook", "weights_dtype"])
 def test_another_release_is_named(host: Host, name: str) -> None:
     delattr(quantised(host).to_q.sdnq_dequantizer, name)
-    host.picture()
+    host.image()
     assert "(SDNQ, another release)" in host.reasons()

@@ -63,15 +63,15 @@ def decoded(vae: Any) -> torch.Tensor:
 
 
 def encoded(vae: Any) -> torch.Tensor:
-    picture = torch.randn((1, 3, 16, 16), generator=torch.Generator().manual_seed(9))
-    return vae.encode(picture).latent_dist.sample(torch.Generator().manual_seed(2))
+    image = torch.randn((1, 3, 16, 16), generator=torch.Generator().manual_seed(9))
+    return vae.encode(image).latent_dist.sample(torch.Generator().manual_seed(2))
 
 
 def test_images_are_decoded_by_a_plan_from_the_third_on(host):
     twin = copy.deepcopy(host.stock())
     counts = []
     for _ in range(4):
-        close(host.picture(), twin)
+        close(host.image(), twin)
         counts.append([host.session.report.counter(f"vae_{name}") for name in ("captures", "eager_runs")])
     assert counts == [[0, 0], [1, 0], [1, 1], [1, 2]]
     assert host.reasons() == "" and host.status()["badge"]["state"] == "on"

@@ -74,10 +74,10 @@ def test_a_later_size_runs_out_of_memory(card: Running, monkeypatch: pytest.Monk
 def test_a_comparison_runs_out_of_memory(card: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     card.host.opts.sfast_check = "always"
     with monkeypatch.context() as patch:
-        card.picture(2)
+        card.image(2)
         patch.setattr(ModuleContext, "run_streamed", lambda *_, **__: 1 / 0)
         short(card, patch)
-        assert card.picture() < 0.1
+        assert card.image() < 0.1
         assert in_parts(card.unet)
     refused(card)
 
@@ -103,14 +103,14 @@ def test_memory_runs_out_between_two_steps(card: Running, monkeypatch: pytest.Mo
                 short(card, patch)
                 accelerator_of(pipe.unet).forget_plans(None)
 
-        assert card.picture(each_step=fewer) < 0.1
+        assert card.image(each_step=fewer) < 0.1
         assert in_parts(card.unet)
     refused(card)
 
 
 @cards(0)
 def test_nothing_gives_way_in_a_rehearsal(card: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    card.picture()
+    card.image()
     monkeypatch.setattr(current, "rehearsal", True)
     assert not of_whole(card).gave_way(card.unet) and not in_parts(card.unet)
     monkeypatch.setattr(current, "rehearsal", False)

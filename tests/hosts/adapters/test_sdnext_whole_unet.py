@@ -54,7 +54,7 @@ def whole(card: Running, **job: Any) -> None:
     found = []
     for _ in range(3):
         # in its eleventh step a plan is compared, and half-precision weights are back at its end
-        assert card.picture(**job) < 0.1
+        assert card.image(**job) < 0.1
         assert not in_parts(card.unet), card.host.reasons()
         found.append(card.away)
     assert sorted(found)[1] > 20, (found, card.host.reasons())
@@ -63,7 +63,7 @@ def whole(card: Running, **job: Any) -> None:
 def parted(card: Running, words: str, **job: Any) -> None:
     """An image by SD.Next's own map, with a reason."""
     runs = card.host.runs()
-    assert card.picture(**job) < 2e-3
+    assert card.image(**job) < 2e-3
     reasons = card.host.reasons()
     assert in_parts(card.unet) and card.host.runs() == runs and words in reasons, reasons
 
@@ -81,7 +81,7 @@ def of_whole(card: Running) -> whole_unet.WholeUnet:
 @pytest.mark.long(but=[1])
 @cards()
 def test_it_comes_as_a_whole(card: Running) -> None:
-    assert card.picture() < 0.06
+    assert card.image() < 0.06
     assert not in_parts(card.unet)
     whole(card)
     assert card.counter("captures") == 1 and card.counter("replays") > 5
@@ -110,7 +110,7 @@ def test_it_comes_in_parts_without_room_for_all_of_it(card: Running, monkeypatch
 def test_what_plans_of_others_hold_counts_as_free(card: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     held = [torch.empty(int(0.45 * SIZE), dtype=torch.uint8, device=GPU)]
     monkeypatch.setattr(gpu_room, "givers", lambda *_: [held.clear])
-    assert card.picture() < 0.06
+    assert card.image() < 0.06
     assert not held and not in_parts(card.unet)
 
 
@@ -135,7 +135,7 @@ def test_system_memory(card: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system_memory, "available_bytes", lambda: system_memory.MARGIN - SIZE // 100)
     parted(card, "8 bits need 1.0 GB of system memory, and 1.0 are free")
     monkeypatch.setattr(system_memory, "available_bytes", lambda: system_memory.MARGIN)
-    assert card.picture() < 0.06 and not in_parts(card.unet)
+    assert card.image() < 0.06 and not in_parts(card.unet)
 
 
 @cards(0)
@@ -209,7 +209,7 @@ def switch_off_and_on(card: Running, *, stays_there: bool) -> None:
         assert card.unet.device.type == "cuda" or not stays_there
         setattr(opts, name, False)
         for _ in range(2):
-            assert card.picture() < 2e-3 and in_parts(card.unet)
+            assert card.image() < 2e-3 and in_parts(card.unet)
         setattr(opts, name, True)
     whole(card)
 
@@ -230,7 +230,7 @@ def test_off_and_on_while_it_is_on_the_gpu(card: Running) -> None:
 def test_one_that_is_not_accelerated_leaves_once(card: Running) -> None:
     card.host.opts.sfast_enabled = False
     stays(card)
-    assert card.picture() < 2e-3 and in_parts(card.unet)
+    assert card.image() < 2e-3 and in_parts(card.unet)
     own, take_off, taken = card.unet._old_forward, of_whole(card)._take_off, []
     # of another extension
     card.unet._old_forward = lambda *args, **kwargs: own(*args, **kwargs)
@@ -238,11 +238,11 @@ def test_one_that_is_not_accelerated_leaves_once(card: Running) -> None:
     for _ in range(2):
         card.host.opts.sfast_enabled = True
         for _ in range(3):
-            assert card.picture() < 2e-3 and in_parts(card.unet)
+            assert card.image() < 2e-3 and in_parts(card.unet)
         assert len(taken) == 1
         taken.clear()
         card.host.opts.sfast_enabled = False
-        card.picture()
+        card.image()
 
 
 @pytest.mark.long
@@ -268,12 +268,12 @@ def test_another_mode_is_left_alone(card: Running) -> None:
 def test_the_session_ends(card: Running) -> None:
     stays(card)
     for _ in range(2):
-        card.picture()
+        card.image()
     assert not in_parts(card.unet) and card.away
     session = card.host.adapter.SDNextSession
     session.stop()
     assert card.unet.device.type == "cpu" and accelerator_of(card.unet) is None
-    assert card.picture() < 2e-3 and in_parts(card.unet)
+    assert card.image() < 2e-3 and in_parts(card.unet)
     card.host.adapter.start("0.0")
     whole(card)
 

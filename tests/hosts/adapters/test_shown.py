@@ -91,11 +91,11 @@ def test_the_speed_up_is_that_which_was_measured(host, monkeypatch):  # noqa: F8
 
 def test_dropped_plans_are_made_anew(host):  # noqa: F811
     started(host)
-    picture = host.generate(steps=4)
+    image = host.generate(steps=4)
     session = adapter.A1111Session.running
     assert session.drop_plans() == 1 and plans() == []
     assert session.drop_plans() == 0
-    torch.testing.assert_close(host.generate(steps=4), picture)
+    torch.testing.assert_close(host.generate(steps=4), image)
     assert len(plans()) == 1
 
 

@@ -100,6 +100,7 @@ def test_a_value_that_is_none_is_refused_with_the_valid_ones(made, label, value)
         ("enabled", "off", False), ("8 bits", " On ", True), ("VAE", "yes", True), ("GPU memory, MB", "0", 0),
         ("GPU memory, MB", 512.0, 512), ("tolerance", 0.05, 0.05), ("comparison", "First", "first use"),
         ("preset", "8 bits", "8 bits (faster, details change)"), ("preset", "SMALL CARD", "small card"),
+        ("preset", "Same picture", "same image"),
     ],
 )  # fmt: skip
 def test_values_as_people_write_them(label, written, value):

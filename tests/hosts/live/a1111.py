@@ -143,7 +143,7 @@ class Played:
     """A WebUI, the images of its round, and the status after each step."""
 
     webui: WebUI
-    pictures: dict[str, list[str]] = field(default_factory=dict)
+    images: dict[str, list[str]] = field(default_factory=dict)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
     first: dict[str, Any] = field(default_factory=lambda: {"counters": {}, "reasons_since_start": {}})
     """The status before the round."""
@@ -151,8 +151,8 @@ class Played:
     def round(self, steps: Round, *, status: bool) -> Played:
         """Play these steps; with `status`, ask for the report after each."""
         for name, kind, payload in steps:
-            assert name not in self.pictures, name
-            self.pictures[name] = play(self.webui, kind, payload)
+            assert name not in self.images, name
+            self.images[name] = play(self.webui, kind, payload)
             if status:
                 # a GPU makes a tiny image in less than the time for which an answer lasts
                 time.sleep(STATUS_KEPT_S)
@@ -174,7 +174,7 @@ class Played:
         return {why: n - was.get(why, 0) for why, n in now.items() if n > was.get(why, 0)}
 
 
-def pictured(steps: Round) -> list[str]:
+def images_of(steps: Round) -> list[str]:
     """The names of the steps that make images."""
     return [name for name, kind, _ in steps if kind in ("txt2img", "img2img")]
 
@@ -182,9 +182,9 @@ def pictured(steps: Round) -> list[str]:
 def equal_to_stock(steps: Round) -> Any:
     """A module's test that each image of its round is that of the WebUI without the extension."""
 
-    @pytest.mark.parametrize("name", pictured(steps))
+    @pytest.mark.parametrize("name", images_of(steps))
     def test_image_is_the_one_without_the_extension(played: Played, stock: dict[str, list[str]], name: str) -> None:
-        assert apart(played.pictures[name], stock[name]) < TOLERANCE
+        assert apart(played.images[name], stock[name]) < TOLERANCE
 
     return test_image_is_the_one_without_the_extension
 

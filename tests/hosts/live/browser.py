@@ -48,8 +48,8 @@ class Page:
         images: the folder for the images of the steps.
     """
 
-    def __init__(self, page: Any, url: str, theme: str, pictures: Path) -> None:
-        self.page, self.url, self.theme, self._pictures = page, url, theme, pictures
+    def __init__(self, page: Any, url: str, theme: str, images: Path) -> None:
+        self.page, self.url, self.theme, self._images = page, url, theme, images
         self.tab = "#tab_stable_fast_tabitem" if theme == "Modern" else "#tab_stable_fast"
         # the modern theme moves it
         self.own_badge = f"#txt2img_{'generate_group' if theme == 'Modern' else 'actions_column'} .sfast-badge"
@@ -73,10 +73,10 @@ class Page:
         self.page.wait_for_selector(".sfast-badge .sfast-state", state="attached", timeout=180_000)
         self.until(lambda: self.badge() not in ("", "…"), "the badge has an answer")
 
-    def picture(self, name: str) -> None:
+    def image(self, name: str) -> None:
         """Take an image of what is seen now."""
         self._number += 1
-        self.page.screenshot(path=self._pictures / f"{self._number:02}-{name}.png", timeout=60_000)
+        self.page.screenshot(path=self._images / f"{self._number:02}-{name}.png", timeout=60_000)
 
     def until(self, holds: Callable[[], Any], what: str, seconds: float = 120) -> Any:
         """Wait until something holds, and return what it gives."""
@@ -111,7 +111,7 @@ class Page:
         """What is said of Prepare or Measure, on one line."""
         return " ".join(self.text("#stable_fast_job").split())
 
-    def to_pictures(self) -> None:
+    def to_images(self) -> None:
         """Open the tab in which images are made."""
         if self.theme == "Modern":
             self.click('button[tabitemid*="#txt2img_tabitem"]')
@@ -191,7 +191,7 @@ class Page:
 
 
 @contextlib.contextmanager
-def opened(url: str, theme: str, pictures: Path) -> Iterator[Page]:
+def opened(url: str, theme: str, images: Path) -> Iterator[Page]:
     """A page of the WebUI in a browser of its own, without a network beside this machine."""
     from playwright.sync_api import sync_playwright
 
@@ -199,6 +199,6 @@ def opened(url: str, theme: str, pictures: Path) -> Iterator[Page]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", local])
         try:
-            yield Page(browser.new_page(viewport={"width": 1300, "height": 950}), url, theme, pictures)
+            yield Page(browser.new_page(viewport={"width": 1300, "height": 950}), url, theme, images)
         finally:
             browser.close()

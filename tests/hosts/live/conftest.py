@@ -37,7 +37,7 @@ def stock(request: pytest.FixtureRequest, data: Path) -> dict[str, list[str]]:
     """The images of the module's `ROUND` as the WebUI makes them by itself."""
     settings = {**getattr(request.module, "SETTINGS", {}), "disabled_extensions": ["stable-fast"]}
     with a1111.start(data, "stock", settings) as webui:
-        return a1111.Played(webui).round(request.module.ROUND, status=False).pictures
+        return a1111.Played(webui).round(request.module.ROUND, status=False).images
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +53,16 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A page that is open where images are made, with a small one set."""
     pytest.importorskip("playwright.sync_api")
     name = request.param
-    pictures = tmp_path_factory.mktemp(f"pictures-{name}")
+    images = tmp_path_factory.mktemp(f"images-{name}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SFAST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         with (
             running(name, tmp_path_factory) as webui,
-            opened(webui.url, name if name in THEMES else "", pictures) as page,
+            opened(webui.url, name if name in THEMES else "", images) as page,
         ):
             page.starts = lambda: webui.log().count(a1111.STARTED)
             page.open()
-            page.to_pictures()
+            page.to_images()
             # SD.Next's tiny model is too quick for stages to be seen, at small sizes
             quick(page, **({"width": "512", "height": "512"} if name in THEMES else {}))
             yield page

@@ -37,8 +37,8 @@ from .a1111 import (
     bypassed,
     count,
     equal_to_stock,
+    images_of,
     make_data,
-    pictured,
     play,
 )
 from .webui import PATIENCE, WebUI, pixels
@@ -178,7 +178,7 @@ def fixtures(program: Program, steps: Round) -> tuple[Any, Any, Any]:
     @pytest.fixture(scope="module")
     def stock(data: Path) -> dict[str, list[str]]:
         with start(data, "stock", {"disabled_extensions": ["stable-fast"]}, program) as webui:
-            return Played(webui).round(named(webui, steps), status=False).pictures
+            return Played(webui).round(named(webui, steps), status=False).images
 
     @pytest.fixture(scope="module")
     def played(data: Path, stock: dict[str, list[str]]) -> Iterator[Played]:
@@ -197,7 +197,7 @@ def round_tests(program: Program, steps: Round, why: Mapping[str, str], same_pla
     """
     data, stock, played = fixtures(program, steps)
 
-    @pytest.mark.parametrize("name", [name for name in pictured(steps) if name not in why])
+    @pytest.mark.parametrize("name", [name for name in images_of(steps) if name not in why])
     def test_plans_were_run(played: Played, name: str) -> None:
         accelerated(played, name)
         assert played.reasons(name) == {}

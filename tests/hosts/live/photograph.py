@@ -21,7 +21,7 @@ CLICK = """([root, title]) => {
     return found.length;
 }"""
 IDLE_MS = 5000
-PICTURE_MS = 240_000
+IMAGE_MS = 240_000
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--theme", choices=("light", "dark"), default="light")
     parser.add_argument("--width", type=int, default=1200)
-    parser.add_argument("--generate", action="store_true", help="make two pictures first")
+    parser.add_argument("--generate", action="store_true", help="make two images first")
     arguments = parser.parse_args()
 
     from playwright.sync_api import sync_playwright
@@ -63,7 +63,7 @@ def _generate(page: Any) -> None:
     said: list[str] = []
     for _ in range(2):
         page.locator("#txt2img_generate").click()
-        for _ in range(PICTURE_MS // 250):
+        for _ in range(IMAGE_MS // 250):
             text = page.locator(".sfast-badge .sfast-text").first.inner_text()
             if not said or said[-1] != text:
                 said.append(text)

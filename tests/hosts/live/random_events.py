@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from benchmarks import records
 
 from . import random_sites as sites
-from .random_sequences import CALM, Picture, each_alone, sequence, storm_bound, storm_bound_of_all
+from .random_sequences import CALM, Image, each_alone, sequence, storm_bound, storm_bound_of_all
 
 EACH = 100
 """Events of one seed."""
@@ -50,7 +50,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", choices=("a1111", "sdnext"), default="a1111")
     parser.add_argument("--events", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0, help=f"of the first {EACH} events; the next have the next")
-    parser.add_argument("--pictures", metavar="FIRST:END", help="of each seed, these and no others")
+    parser.add_argument("--images", metavar="FIRST:END", help="of each seed, these and no others")
     parser.add_argument("--kinds", help="of patches, with commas between; default: all that there are for the host")
     parser.add_argument("--each", action="store_true", help="each kind of patch by itself, nothing at random")
     parser.add_argument("--after", action="store_true", help="their callbacks come after ours")
@@ -69,28 +69,28 @@ class Plan:
 
     seed: int
     events: int
-    pictures: list[Picture]
+    images: list[Image]
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 def planned(options: argparse.Namespace) -> list[Plan]:
     """What is to be played."""
-    first, _, end = (options.pictures or ":").partition(":")
+    first, _, end = (options.images or ":").partition(":")
     chosen = slice(int(first) if first else None, int(end) if end else None)
     if options.each:
         return [alone(options, chosen)]
     plans = []
     for seed, start in enumerate(range(0, options.events, EACH), options.seed):
         events = min(EACH, options.events - start)
-        pictures = sequence(seed, events, options.host, options.kinds)[chosen]
-        plans.append(Plan(seed, events, pictures, attention_of(options.host, seed)))
+        images = sequence(seed, events, options.host, options.kinds)[chosen]
+        plans.append(Plan(seed, events, images, attention_of(options.host, seed)))
     return plans
 
 
 def alone(options: argparse.Namespace, chosen: slice = ALL, *, short: bool = False) -> Plan:
     """Each kind of patch by itself; see `each_alone`."""
-    pictures = each_alone(options.host, options.kinds, short=short)[chosen]
-    return Plan(ALONE, 0, pictures, attention_of(options.host, 0))
+    images = each_alone(options.host, options.kinds, short=short)[chosen]
+    return Plan(ALONE, 0, images, attention_of(options.host, 0))
 
 
 def attention_of(host: str, seed: int) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class Events:
     def run(self, host: Host, *, extension: bool) -> tuple[Shown, Shown]:
         """The images, and the status after each. Each seed has a WebUI of its own: some patches leave something."""
         which = "with" if extension else "without"
-        began, pictures, reports = time.perf_counter(), {}, {}
+        began, images, reports = time.perf_counter(), {}, {}
         for plan in self.plans:
             with host.start(extension=extension) as webui:
                 host.ready(webui)
@@ -199,8 +199,8 @@ class Events:
                     reports[plan.seed, -1] = webui.get("/sfast/v1/status")
                 number = -1
                 try:
-                    for number, picture in self._pictures(webui, plan):
-                        pictures[plan.seed, number] = picture
+                    for number, image in self._images(webui, plan):
+                        images[plan.seed, number] = image
                         if extension:
                             reports[plan.seed, number] = webui.get("/sfast/v1/status")
                 except (OSError, RuntimeError) as exc:
@@ -208,7 +208,7 @@ class Events:
                 print(f"\r{which} the extension, seed {plan.seed}", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
         self.seconds[which] = round(time.perf_counter() - began, 1)
-        return pictures, reports
+        return images, reports
 
     def _failure(self, plan: Plan, number: int, exc: Exception, *, extension: bool, log: str) -> None:
         """An image that could not be made: no fault if both say the same, as of values that are no numbers."""
@@ -218,69 +218,69 @@ class Events:
         elif self.failed.get(plan.seed) != (number, words):
             self._fault(plan, number, f"the WebUI with the extension failed: {words}; its log: {log[-1500:]}")
 
-    def _pictures(self, webui: Any, plan: Plan) -> Iterator[tuple[int, str]]:
+    def _images(self, webui: Any, plan: Plan) -> Iterator[tuple[int, str]]:
         if plan.settings:
             webui.post("/sdapi/v1/options", plan.settings)
-        for number, picture in enumerate(plan.pictures):
-            webui.post("/test/v1/events", picture.told())
-            yield number, webui.post("/sdapi/v1/txt2img", self._payload(picture))["images"][0]
+        for number, image in enumerate(plan.images):
+            webui.post("/test/v1/events", image.told())
+            yield number, webui.post("/sdapi/v1/txt2img", self._payload(image))["images"][0]
             told = webui.post("/test/v1/events", {"events": []})
-            steps = [step for step in told["steps"] if step < picture.steps]
-            if told["failed"] or told["left"] or steps != list(range(picture.steps)):
+            steps = [step for step in told["steps"] if step < image.steps]
+            if told["failed"] or told["left"] or steps != list(range(image.steps)):
                 self._fault(plan, number, f"the events were not played as told: {told}")
 
-    def _payload(self, picture: Picture) -> dict[str, Any]:
+    def _payload(self, image: Image) -> dict[str, Any]:
         return {
-            "prompt": "a dog on a hill", "negative_prompt": "a cat", "seed": picture.seed, "steps": picture.steps,
-            "width": picture.width, "height": picture.height, "cfg_scale": 6, "save_images": False,
+            "prompt": "a dog on a hill", "negative_prompt": "a cat", "seed": image.seed, "steps": image.steps,
+            "width": image.width, "height": image.height, "cfg_scale": 6, "save_images": False,
             **({"sampler_name": "Euler"} if self.options.host == "a1111" else {}),
         }  # fmt: skip
 
     def _judge(self, plan: Plan, ours: Shown, reports: Shown) -> None:
         from .webui import difference
 
-        for number in range(len(plan.pictures)):
+        for number in range(len(plan.images)):
             key = (plan.seed, number)
             if key not in self.stock or key not in ours or key not in reports:
                 if plan.seed not in self.failed:
-                    self._fault(plan, number, "the picture was not made")
+                    self._fault(plan, number, "the image was not made")
                 continue
-            self.counts["pictures"] += 1
+            self.counts["images"] += 1
             apart = self.differences[key] = difference(ours[key], self.stock[key])
             if not apart < tolerance(self.options.host):
-                self._fault(plan, number, f"the picture is {apart:.2f} of 255 from the stock WebUI's")
+                self._fault(plan, number, f"the image is {apart:.2f} of 255 from the stock WebUI's")
             self._judge_report(plan, number, reports[plan.seed, number - 1], reports[key])
-        first, last = reports.get((plan.seed, -1)), reports.get((plan.seed, len(plan.pictures) - 1))
+        first, last = reports.get((plan.seed, -1)), reports.get((plan.seed, len(plan.images) - 1))
         if first is None or last is None:
             return
         self.described = {name: last[name] for name in ("version", "host", "environment")}
         gained = _gained(first, last)
         self.counts.update(gained)
         self.reasons.update(_reasons(first, last))
-        parts = [self.parts.get((plan.seed, number), 0) for number in range(len(plan.pictures))]
-        bound = storm_bound_of_all(plan.pictures, parts)
+        parts = [self.parts.get((plan.seed, number), 0) for number in range(len(plan.images))]
+        bound = storm_bound_of_all(plan.images, parts)
         if gained["captures"] > bound:
             self._fault(plan, None, f"a capture storm: {gained['captures']} captures, at most {bound} are allowed")
 
     def _judge_report(self, plan: Plan, number: int, was: dict[str, Any], now: dict[str, Any]) -> None:
-        picture, gained = plan.pictures[number], _gained(was, now)
+        image, gained = plan.images[number], _gained(was, now)
         captures = self.captures[plan.seed, number] = gained["captures"]
         parts = self.parts[plan.seed, number] = _parts(was, now)
-        if captures > storm_bound(picture, parts):
-            had = f"{picture.behaviours()} behaviours of the model and {parts} of its parts"
+        if captures > storm_bound(image, parts):
+            had = f"{image.behaviours()} behaviours of the model and {parts} of its parts"
             self._fault(plan, number, f"a capture storm: {captures} captures for {had}")
         if now["last_error"] is not None and now["last_error"] != was["last_error"]:
             self._fault(plan, number, f"an error of ours: {now['last_error']}")
-        if picture.calm >= CALM and not gained["eager_runs"] + gained["replays"]:
+        if image.calm >= CALM and not gained["eager_runs"] + gained["replays"]:
             self._fault(plan, number, f"no plan ran although all patches are gone, because of {_reasons(was, now)}")
 
     def _fault(self, plan: Plan, number: int | None, words: str) -> None:
         where = f"seed {plan.seed}"
         if number is not None:
-            picture = plan.pictures[number]
-            where += f", picture {number}"
-            words += f"; laid before: {[event.words() for event in picture.before]}"
-            words += f"; events: {[event.words() for event in picture.events]}"
+            image = plan.images[number]
+            where += f", image {number}"
+            words += f"; laid before: {[event.words() for event in image.before]}"
+            words += f"; events: {[event.words() for event in image.events]}"
         self.faults.append(f"{where}: {words}; again: {self.again(plan)}")
 
     def again(self, plan: Plan) -> str:
@@ -289,24 +289,24 @@ class Events:
         told += "--each" if plan.seed == ALONE else f"--seed {plan.seed} --events {plan.events}"
         if self.options.kinds != sites.kinds(self.options.host):
             told += f" --kinds '{','.join(self.options.kinds)}'"
-        if self.options.pictures:
-            told += f" --pictures {self.options.pictures}"
+        if self.options.images:
+            told += f" --images {self.options.images}"
         return told + (" --after" if self.options.after else "")
 
     def result(self) -> dict[str, Any]:
         """What JSON says of it."""
-        made = [p for plan in self.plans for n, p in enumerate(plan.pictures) if (plan.seed, n) in self.differences]
-        events = [event for picture in made for event in picture.events]
+        made = [p for plan in self.plans for n, p in enumerate(plan.images) if (plan.seed, n) in self.differences]
+        events = [event for image in made for event in image.events]
         worst = max(self.differences, key=lambda key: self.differences[key], default=None)
         return {
             **self.described,
             "seeds": {"first": self.plans[0].seed, "last": self.plans[-1].seed},
             "events": len(events),
-            "calm_pictures": sum(picture.calm > 0 for picture in made),
-            **{name: self.counts[name] for name in ("pictures", *COUNTERS)},
-            "most_captures_in_a_picture": max(self.captures.values(), default=0),
+            "calm_images": sum(image.calm > 0 for image in made),
+            **{name: self.counts[name] for name in ("images", *COUNTERS)},
+            "most_captures_in_an_image": max(self.captures.values(), default=0),
             "worst_difference": self.differences.get(worst) if worst else None,
-            "worst_picture": worst,
+            "worst_image": worst,
             "seconds": self.seconds,
             "failed_without_the_extension_too": {str(seed): words for seed, (_, words) in self.failed.items()},
             "events_by_kind": dict(sorted(Counter(f"{event.kind}: {event.op}" for event in events).items())),

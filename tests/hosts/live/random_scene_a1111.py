@@ -98,10 +98,10 @@ class A1111:
             if draw.random() < 0.06:
                 found.append(self._to(draw.choice(CHECKPOINTS[self.large])))
             found += drawer.switches()
-            found.append((f"{seed}/{number}", *self._picture(draw, drawer)))
+            found.append((f"{seed}/{number}", *self._image(draw, drawer)))
         return found
 
-    def _picture(self, draw: random.Random, drawer: Drawer) -> tuple[str, dict[str, Any]]:
+    def _image(self, draw: random.Random, drawer: Drawer) -> tuple[str, dict[str, Any]]:
         images = self.images
         prompt, negative = draw.choice(images.prompts), draw.choice(images.negative)
         payload = {**a1111.PLAIN, **drawer.payload(prompt, negative, LORAS[self.large], SAMPLERS)}

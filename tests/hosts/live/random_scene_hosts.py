@@ -121,13 +121,13 @@ class Forge:
             if draw.random() < 0.5:
                 prompts = draw.choice(images.prompts), draw.choice(images.negative)
             found += drawer.switches()
-            found.append((f"{seed}/{number}", *self._picture(drawer, *prompts, checkpoint)))
+            found.append((f"{seed}/{number}", *self._image(drawer, *prompts, checkpoint)))
         return found
 
     def _to(self, checkpoint: str) -> tuple[str, str, dict[str, Any]]:
         return f"to {checkpoint}", "options", {"sd_model_checkpoint": f"{checkpoint}.safetensors"}
 
-    def _picture(self, drawer: Drawer, prompt: str, negative: str, checkpoint: str) -> tuple[str, dict[str, Any]]:
+    def _image(self, drawer: Drawer, prompt: str, negative: str, checkpoint: str) -> tuple[str, dict[str, Any]]:
         draw = drawer.draw
         payload = {**PLAIN, **drawer.payload(prompt, negative, ("strong", "second"), SAMPLERS)}
         scripts: dict[str, Any] = {}
@@ -252,10 +252,10 @@ class SDNext:
             elif kind < 0.1:
                 found.append(sdnext.options(f"{name} offload", diffusers_offload_mode=draw.choice(self.offloads)))
             found += drawer.switches()
-            found.append(self._picture(drawer, name, checkpoint))
+            found.append(self._image(drawer, name, checkpoint))
         return found
 
-    def _picture(self, drawer: Drawer, name: str, checkpoint: str) -> sdnext.Step:
+    def _image(self, drawer: Drawer, name: str, checkpoint: str) -> sdnext.Step:
         draw, images = drawer.draw, self.images
         prompt, negative = draw.choice(images.prompts), draw.choice(images.negative)
         payload = drawer.payload(prompt, negative, self.loras[checkpoint], SDNEXT_SAMPLERS)

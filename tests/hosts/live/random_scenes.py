@@ -98,12 +98,12 @@ def played(
             held[name] = random_scene_memory.asked(webui)
             continue
         try:
-            pictures = host.play(webui, route, payload)
+            images = host.play(webui, route, payload)
         except RuntimeError as error:
             print(f"{name}: {str(error)[:300]}", file=sys.stderr, flush=True)
-            pictures = FAILED
+            images = FAILED
         if route != "options":
-            yield name, pictures
+            yield name, images
 
 
 @dataclass
@@ -209,10 +209,10 @@ def compare(
         expected = dict(played(host, webui, steps if host.eight_bits else stock(steps), {}, until))
     with host.start(data, seed, reference=False) as webui:
         host.ready(webui)
-        for name, pictures in played(host, webui, steps, held, began + seconds):
+        for name, images in played(host, webui, steps, held, began + seconds):
             if name not in expected:
                 break
-            if said := judge(found, name, pictures, expected[name], host.tolerance, again):
+            if said := judge(found, name, images, expected[name], host.tolerance, again):
                 said["resident"] = resident.ran(webui.get("/sfast/v1/status"))
                 found.resident += said["resident"]
                 say(said)

@@ -47,7 +47,7 @@ class Event:
 
 
 @dataclass
-class Picture:
+class Image:
     """An image and what happens in it."""
 
     width: int
@@ -81,18 +81,18 @@ class Picture:
         return len(seen)
 
 
-def storm_bound(picture: Picture, parts: int = 0) -> int:
+def storm_bound(image: Image, parts: int = 0) -> int:
     """The most captures that an image may take.
 
     Args:
         parts: that ran beside the whole model, each with plans of its own.
     """
-    return picture.behaviours() * (1 + parts) + SPARE
+    return image.behaviours() * (1 + parts) + SPARE
 
 
-def storm_bound_of_all(pictures: Sequence[Picture], parts: Sequence[int]) -> int:
+def storm_bound_of_all(images: Sequence[Image], parts: Sequence[int]) -> int:
     """The most captures that images may take in a row: a few for each, however often their patches change."""
-    patched = sum(1 + n for picture, n in zip(pictures, parts) if picture.events or picture.before)
+    patched = sum(1 + n for image, n in zip(images, parts) if image.events or image.before)
     return 2 * patched + 2 * len(SIZES)
 
 
@@ -113,37 +113,37 @@ class Drawing:
         """How many events there may still be, beside those that take away what is laid."""
         return self.events - self.count - len(self.laid)
 
-    def picture(self, size: tuple[int, int] | None = None) -> Picture:
+    def image(self, size: tuple[int, int] | None = None) -> Image:
         """One without events so far."""
         width, height = size or self.rng.choice(SIZES)
         steps = self.rng.randint(*STEPS)
-        return Picture(width, height, steps, self.rng.randint(1, 3), before=list(self.laid))
+        return Image(width, height, steps, self.rng.randint(1, 3), before=list(self.laid))
 
-    def stirred(self) -> Picture:
+    def stirred(self) -> Image:
         """One with random events."""
-        picture = self.picture()
-        steps = self.rng.choices(range(-1, picture.steps), k=self.rng.randint(0, MOST_EVENTS))
+        image = self.image()
+        steps = self.rng.choices(range(-1, image.steps), k=self.rng.randint(0, MOST_EVENTS))
         for step in sorted(steps):
             if self.left() > 0:
-                picture.events.append(self._any(step))
-        return picture
+                image.events.append(self._any(step))
+        return image
 
-    def cleared(self) -> Picture:
+    def cleared(self) -> Image:
         """One that takes all patches away, at random steps or before it."""
-        picture = self.picture()
+        image = self.image()
         number = len(self.laid)
-        steps = [-1] * number if self.rng.random() < 0.3 else self.rng.choices(range(-1, picture.steps), k=number)
-        picture.events += [self._take(step) for step in sorted(steps)]
-        return picture
+        steps = [-1] * number if self.rng.random() < 0.3 else self.rng.choices(range(-1, image.steps), k=number)
+        image.events += [self._take(step) for step in sorted(steps)]
+        return image
 
-    def calm(self) -> list[Picture]:
+    def calm(self) -> list[Image]:
         """Some without a patch, of one size."""
         size = self.rng.choice(SIZES)
-        pictures = [self.picture(size) for _ in range(CALM)]
-        for number, picture in enumerate(pictures, 1):
-            picture.calm = number
+        images = [self.image(size) for _ in range(CALM)]
+        for number, image in enumerate(images, 1):
+            image.calm = number
         self.some = self.rng.sample(self.kinds, min(len(self.kinds), self.rng.randint(1, 4)))
-        return pictures
+        return images
 
     def _any(self, step: int) -> Event:
         draw = self.rng.random()
@@ -183,25 +183,25 @@ class Drawing:
         return event
 
 
-def sequence(seed: int, events: int, host: str, kinds: Sequence[str] = ()) -> list[Picture]:
+def sequence(seed: int, events: int, host: str, kinds: Sequence[str] = ()) -> list[Image]:
     """Images with so many events, one more at most; all patches are taken away in the end.
 
     Args:
         kinds: of patches; all that there are for the host if it is empty.
     """
     drawing = Drawing(seed, events, host, kinds or sites.kinds(host))
-    pictures = drawing.calm()[:1]
+    images = drawing.calm()[:1]
     while drawing.left() > 0:
         if drawing.laid and drawing.rng.random() < 0.25:
-            pictures += [drawing.cleared(), *drawing.calm()]
+            images += [drawing.cleared(), *drawing.calm()]
         else:
-            pictures.append(drawing.stirred())
+            images.append(drawing.stirred())
     if drawing.laid:
-        pictures += [drawing.cleared(), *drawing.calm()]
-    return pictures
+        images += [drawing.cleared(), *drawing.calm()]
+    return images
 
 
-def each_alone(host: str, kinds: Sequence[str] = (), *, short: bool = False) -> list[Picture]:
+def each_alone(host: str, kinds: Sequence[str] = (), *, short: bool = False) -> list[Image]:
     """An image without a patch, then three for each kind, each way of keeping its number and each home: one with the
     patch at a single step; one that begins with it, and in whose middle its number is turned; one that loses it.
 
@@ -209,10 +209,10 @@ def each_alone(host: str, kinds: Sequence[str] = (), *, short: bool = False) -> 
         short: one way and one home for each kind.
     """
 
-    def picture(*events: Event, before: Sequence[Event] = ()) -> Picture:
-        return Picture(*SIZES[0], 6, 1, list(events), list(before))
+    def image(*events: Event, before: Sequence[Event] = ()) -> Image:
+        return Image(*SIZES[0], 6, 1, list(events), list(before))
 
-    pictures = [picture()]
+    images = [image()]
     ways = [
         (kind, keep, home)
         for number, kind in enumerate(kinds or sites.kinds(host))
@@ -226,10 +226,10 @@ def each_alone(host: str, kinds: Sequence[str] = (), *, short: bool = False) -> 
         first = [laid]
         if sites.can_turn(kind, keep):
             first.append(replace(laid, step=3, op="turn", strength=site.low))
-        pictures.append(picture(passing, replace(passing, step=3, op="take")))
-        pictures.append(picture(*first))
-        pictures.append(picture(replace(first[-1], step=3, op="take"), before=first[-1:]))
-    return pictures
+        images.append(image(passing, replace(passing, step=3, op="take")))
+        images.append(image(*first))
+        images.append(image(replace(first[-1], step=3, op="take"), before=first[-1:]))
+    return images
 
 
 def _some(what: Sequence[str], number: int, short: bool) -> Sequence[str]:

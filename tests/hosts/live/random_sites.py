@@ -198,7 +198,7 @@ def lay(unet, seed, start):
 """
 ATTRIBUTE = """
 def lay(unet, seed, start):
-    # every other one, for the picture to show it
+    # every other one, for the image to show it
     modules = [module for module in unet.modules() if type(module).__name__ in {names}][seed % 2 :: 2]
     originals = [module.{name} for module in modules]
 

@@ -231,7 +231,7 @@ class Played:
     data: Path
     """Its data directory."""
     stock: dict[str, list[str]]
-    pictures: dict[str, list[str]] = field(default_factory=dict)
+    images: dict[str, list[str]] = field(default_factory=dict)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def before(self, name: str) -> dict[str, Any]:
@@ -255,10 +255,10 @@ class Played:
 
     def equal(self, name: str, tolerance: float = TOLERANCE) -> None:
         """Check that a step's images are those of the stock WebUI."""
-        pictures, stock = self.pictures[name], self.stock[name]
-        assert len(pictures) == len(stock) >= 1
-        for picture, other in zip(pictures, stock):
-            assert difference(picture, other) < tolerance
+        images, stock = self.images[name], self.stock[name]
+        assert len(images) == len(stock) >= 1
+        for image, other in zip(images, stock):
+            assert difference(image, other) < tolerance
 
     def accelerated(self, name: str) -> None:
         """Check that plans ran in a step, that no call was bypassed, and that nothing of ours failed."""
@@ -306,12 +306,12 @@ def play(
         played = Played(webui, data, stock)
         played.reports[""] = webui.get("/sfast/v1/status")
         for name, kind, payload in steps:
-            played.pictures[name] = do(webui, kind, payload)
+            played.images[name] = do(webui, kind, payload)
             played.reports[name] = webui.get("/sfast/v1/status")
         yield played
 
 
-def pictured(steps: list[Step]) -> list[str]:
+def images_of(steps: list[Step]) -> list[str]:
     """The names of the steps that make images."""
     return [name for name, kind, _ in steps if kind not in ("options", "call")]
 
@@ -331,7 +331,7 @@ def playing(
         with play(tmp_path_factory, steps, settings, **more) as found:
             yield found
 
-    @pytest.mark.parametrize("name", pictured(steps))
+    @pytest.mark.parametrize("name", images_of(steps))
     def test_image_equals_the_one_without_the_extension(played: Played, name: str) -> None:
         played.equal(name, tolerance)
 

@@ -20,7 +20,7 @@ from .a1111 import (
     apart,
     count,
     equal_to_stock,
-    pictured,
+    images_of,
     play,
     start,
 )
@@ -96,7 +96,7 @@ def test_the_round_shows_what_it_should(stock):
     assert apart(stock["lora gone"], stock["txt2img"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", pictured(ROUND))
+@pytest.mark.parametrize("name", images_of(ROUND))
 def test_plans_were_replayed(played, name):
     accelerated(played, name)
 
@@ -158,7 +158,7 @@ def test_png_files_are_those_of_the_webui(played, data):
     for ours in (False, True):
         play(webui, "options", {"sfast_png": ours})
         before = set((data / "outputs").rglob("*.png"))
-        answer = [base64.b64decode(picture) for picture in play(webui, "txt2img", request)]
+        answer = [base64.b64decode(image) for image in play(webui, "txt2img", request)]
         # two images and their grid
         written = sorted(set((data / "outputs").rglob("*.png")) - before)
         assert len(answer) == len(written) == 3

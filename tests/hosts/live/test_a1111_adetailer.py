@@ -24,7 +24,7 @@ from .a1111 import (
     accelerated,
     apart,
     equal_to_stock,
-    pictured,
+    images_of,
 )
 
 ADETAILER = os.environ.get("SFAST_ADETAILER_DIR")
@@ -157,7 +157,7 @@ def test_the_round_shows_what_it_should(stock):
     assert apart(stock["plain at the end"], stock["plain"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", pictured(ROUND))
+@pytest.mark.parametrize("name", images_of(ROUND))
 def test_all_of_it_is_accelerated(played, name):
     accelerated(played, name)
     assert played.reasons(name) == {}

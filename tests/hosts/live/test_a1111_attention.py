@@ -63,14 +63,14 @@ def applied(played: Played) -> str:
 def stock_half(data: Path) -> dict[str, dict[str, list[str]]]:
     """By attention, the images of `UPCAST` that the WebUI makes by itself."""
     settings = {"disabled_extensions": ["stable-fast"]}
-    pictures = {}
+    images = {}
     with start(data, "stock-half", settings, flags=f"{HALF} {XFORMERS_FLAGS}", packages=XFORMERS) as webui:
         for name, title in TITLES.items():
             a1111.play(webui, "options", {"cross_attention_optimization": title})
             played = Played(webui)
             assert applied(played) == name
-            pictures[name] = played.round(UPCAST, status=False).pictures
-    return pictures
+            images[name] = played.round(UPCAST, status=False).images
+    return images
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,10 @@ def started(data: Path) -> Callable[[str], Played]:
 @pytest.mark.parametrize("name", STARTS)
 def test_a_start_with_it_gives_the_images_without_the_extension(started, stock_half, name: str) -> None:
     played, stock = started(name), stock_half[STARTS[name][1]]
-    for step in a1111.pictured(UPCAST):
+    for step in a1111.images_of(UPCAST):
         accelerated(played, step)
         assert played.reasons(step) == {}
-        assert apart(played.pictures[step], stock[step]) < TOLERANCE, step
+        assert apart(played.images[step], stock[step]) < TOLERANCE, step
 
 
 @pytest.mark.parametrize("name", STARTS)
@@ -113,7 +113,7 @@ def test_upcast_its_plan_is_that_of_sdp_upcast(started, name: str) -> None:
 
 @pytest.mark.parametrize("name", STARTS)
 def test_upcast_is_a_plan_of_its_own_and_the_other_one_is_kept(started, name: str) -> None:
-    assert [started(name).gained(step, "captures") for step in a1111.pictured(UPCAST)] == [1, 0, 1, 0]
+    assert [started(name).gained(step, "captures") for step in a1111.images_of(UPCAST)] == [1, 0, 1, 0]
 
 
 def test_upcast_is_kept_as_what_it_says(started) -> None:
@@ -127,7 +127,7 @@ def test_chunks_of_keys_go_to_the_original(data: Path, stock_half) -> None:
         played = Played(webui).round(UPCAST[:1], status=True)
     # the WebUI counts chunks on a tensor
     a1111.bypassed(played, "plain", "reads a value")
-    assert apart(played.pictures["plain"], stock_half["sub-quadratic"]["plain"]) < TOLERANCE
+    assert apart(played.images["plain"], stock_half["sub-quadratic"]["plain"]) < TOLERANCE
 
 
 # --- one session, in which the settings change ---
@@ -150,7 +150,7 @@ SWITCHES: Round = [
     *method("sdp again", TITLES["sdp"]),
     *method("Doggettx again", TITLES["Doggettx"]),
 ]
-PICTURES = a1111.pictured(SWITCHES)
+IMAGES = a1111.images_of(SWITCHES)
 
 # stands for a GPU whose memory is nearly full: Doggettx slices then
 MEMORY = """
@@ -187,7 +187,7 @@ FLAGS = f"{a1111.FLAGS} {XFORMERS_FLAGS} --sub-quad-q-chunk-size 64"
 def stock(data: Path) -> dict[str, list[str]]:
     settings = {"disabled_extensions": ["stable-fast"]}
     with start(data, "stock", settings, flags=FLAGS, packages=XFORMERS) as webui:
-        return Played(webui).round(SWITCHES, status=False).pictures
+        return Played(webui).round(SWITCHES, status=False).images
 
 
 @pytest.fixture(scope="module")
@@ -199,25 +199,25 @@ def played(data: Path, stock: dict[str, list[str]]) -> Iterator[Played]:
 test_image_is_the_one_without_the_extension = a1111.equal_to_stock(SWITCHES)
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_plans_ran(played: Played, name: str) -> None:
     accelerated(played, name)
     assert played.reasons(name) == {}
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_the_plan_after_a_switch_is_that_of_sdp(played: Played, name: str) -> None:
     of = "sdp, sliced" if name.endswith("sliced") else "sdp"
     same_plan(last_plan(played.reports[name]), last_plan(played.reports[of]))
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if " again" in name])
+@pytest.mark.parametrize("name", [name for name in IMAGES if " again" in name])
 def test_switching_back_takes_no_new_capture(played: Played, name: str) -> None:
     assert played.gained(name, "captures") == 0
 
 
 def test_slices_for_want_of_memory_make_no_other_plan(data: Path, played: Played, stock: dict[str, list[str]]) -> None:
-    def pictures(seed: int) -> list[str]:
+    def images(seed: int) -> list[str]:
         return a1111.play(played.webui, "txt2img", {**PLAIN, "seed": seed})
 
     def captures() -> int:
@@ -225,10 +225,10 @@ def test_slices_for_want_of_memory_make_no_other_plan(data: Path, played: Played
 
     webui = played.webui
     a1111.play(webui, "options", {"cross_attention_optimization": TITLES["Doggettx"]})
-    before, ample = captures(), pictures(1)
+    before, ample = captures(), images(1)
     free_memory(data, SCARCE)
     try:
-        assert apart(pictures(1), stock["Doggettx"]) < TOLERANCE and captures() == before
+        assert apart(images(1), stock["Doggettx"]) < TOLERANCE and captures() == before
         # a size that is new while memory is scarce
         taller: dict[str, Any] = {**PLAIN, "height": 192}
         a1111.play(webui, "txt2img", taller)

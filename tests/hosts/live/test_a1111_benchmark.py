@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.webui import pictures
+from benchmarks.webui import images
 
 from .a1111 import FLAGS, MARKS, TOLERANCE
 
@@ -30,13 +30,13 @@ TOLD = {
     "another_prompt": False,
     "sizes": [(128, 128)],
     "steps": 2,
-    "pictures": 2,
+    "images": 2,
     "flags": [FLAGS],
 }
 
 
 def measured(folder: Path, **more: object) -> list[dict]:
-    return pictures.measure(argparse.Namespace(**{**TOLD, **more}), folder)["rows"]
+    return images.measure(argparse.Namespace(**{**TOLD, **more}), folder)["rows"]
 
 
 def test_images_are_made_in_turns_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -49,15 +49,15 @@ def test_images_are_made_in_turns_and_timed(tmp_path: Path, capsys: pytest.Captu
         assert row["plans_ran"] > 0 and row["last_error"] is None and row["reasons"] == {}
         assert row["vae_plans_ran"] == 0
         assert max(row["apart_of_255"]) < TOLERANCE
-        assert [len(seconds) for seconds in row["picture_s"].values()] == [2, 2]
-        assert all(second > 0 for second in (*row["median_s"].values(), *row["first_picture_s"].values()))
+        assert [len(seconds) for seconds in row["images_s"].values()] == [2, 2]
+        assert all(second > 0 for second in (*row["median_s"].values(), *row["first_image_s"].values()))
     assert "NO PLAN RAN" not in capsys.readouterr().out
 
 
 def test_images_of_each_kind_are_taken_apart(tmp_path: Path):
     ways = ["stock", "unet", "extended"]
     kinds = ["hires", "img2img"]
-    rows = measured(tmp_path, kinds=kinds, ways=ways, breakdown=1, pictures=2, batch=2, vae_plans_at_once=True)
+    rows = measured(tmp_path, kinds=kinds, ways=ways, breakdown=1, images=2, batch=2, vae_plans_at_once=True)
     assert [row["kind"] for row in rows] == ["hires", "img2img"]
     for row in rows:
         assert list(row["breakdown"]) == list(row["median_s"]) == ways
@@ -65,7 +65,7 @@ def test_images_of_each_kind_are_taken_apart(tmp_path: Path):
         assert row["vae_plans_ran"] > 0
         for found in row["breakdown"].values():
             phases = found["phases"]
-            always = {pictures.CLIENT, "process_images", "text encoders", "sampler", "guidance", "UNet", "VAE"}
+            always = {images.CLIENT, "process_images", "text encoders", "sampler", "guidance", "UNet", "VAE"}
             assert always | {"PNG and base64", "live preview", "torch_gc"} <= phases.keys()
             assert sum(phase["cpu_ms"] for phase in phases.values()) == pytest.approx(found["request_ms"], abs=0.1)
             assert all(phase["cpu_ms"] > 0 for name, phase in phases.items() if name in always)
@@ -86,6 +86,6 @@ def test_a_row_without_a_plan_is_told():
     }
     other = {**row, "flags": "--opt-sdp-attention", "median_s": {"stock": 1.0, "unet": 0.7, "extended": 0.5}}
     other["plans_ran"] = 4
-    assert pictures.words(row, row).startswith("txt2img 64x64 no flag: 2.000 s")
-    assert "NO PLAN RAN" in pictures.words(row, row)
-    assert pictures.words(other, row).endswith("0.700 s with the UNet alone; 0.500 of no flag")
+    assert images.words(row, row).startswith("txt2img 64x64 no flag: 2.000 s")
+    assert "NO PLAN RAN" in images.words(row, row)
+    assert images.words(other, row).endswith("0.700 s with the UNet alone; 0.500 of no flag")

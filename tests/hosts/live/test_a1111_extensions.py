@@ -25,7 +25,7 @@ from .a1111 import (
     apart,
     bypassed,
     equal_to_stock,
-    pictured,
+    images_of,
 )
 from .webui import add_extension
 
@@ -164,7 +164,7 @@ for extension in HERE:
         WORDS[use] = WORDS[f"{use}, again"] = words
         WITHOUT[use] = f"after {use}"
         ROUND += [(use, kind, payload), (f"{use}, again", kind, payload), (f"after {use}", kind, without)]
-OFF = [name for name in pictured(ROUND) if name not in WORDS]
+OFF = [name for name in images_of(ROUND) if name not in WORDS]
 
 
 test_image_is_the_one_without_the_extension = equal_to_stock(ROUND)

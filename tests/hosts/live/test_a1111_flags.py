@@ -32,7 +32,7 @@ def test_image_under_a_flag_is_the_one_without_the_extension(data: Path, flag: s
         ("without", "txt2img", PLAIN),
     ]
     with start(data, f"stock{flag}", {"disabled_extensions": ["stable-fast"]}, flags=flags) as webui:
-        stock = Played(webui).round(steps, status=False).pictures
+        stock = Played(webui).round(steps, status=False).images
     with start(data, f"extended{flag}", {"sfast_allow_cpu": True}, flags=flags) as webui:
         played = Played(webui).round(steps, status=True)
     for name, *_ in steps:
@@ -40,5 +40,5 @@ def test_image_under_a_flag_is_the_one_without_the_extension(data: Path, flag: s
             bypassed(played, name, BYPASSED[flag])
         else:
             accelerated(played, name)
-        assert apart(played.pictures[name], stock[name]) < TOLERANCE
-    assert apart(played.pictures["lora"], stock["plain"]) > 4
+        assert apart(played.images[name], stock[name]) < TOLERANCE
+    assert apart(played.images["lora"], stock["plain"]) > 4

@@ -122,7 +122,7 @@ ROUND: Round = [
     ("a ControlNet, less", "txt2img", controlled(unit("tiny-control-xl", weight=0.4))),
     ("a ControlNet beside", "txt2img", controlled(face(), points(), unit("tiny-control-xl"))),
     ("unequal prompts", "txt2img", {**BOTH, "prompt": "a dog BREAK on a hill"}),
-    ("two pictures", "txt2img", {**BOTH, "batch_size": 2}),
+    ("two images", "txt2img", {**BOTH, "batch_size": 2}),
     ("hires", "txt2img", controlled(face(), points(), of=HIRES)),
     ("img2img", "img2img", controlled(face(), points(), of=IMG2IMG)),
     ("low VRAM", "txt2img", controlled(face(low_vram=True), points(low_vram=True))),

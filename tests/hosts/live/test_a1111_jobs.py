@@ -12,7 +12,7 @@ from .a1111 import HIRES, IMG2IMG, MARKS, PLAIN, TOLERANCE, apart, start
 from .webui import encoded
 
 pytestmark = MARKS
-SIZES = {"sizes": ["192x128", "128x192"], "pictures": [1]}
+SIZES = {"sizes": ["192x128", "128x192"], "images": [1]}
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .a1111 import HIRES, MARKS, PLAIN, TOLERANCE, Round, accelerated, apart, equal_to_stock, pictured, told
+from .a1111 import HIRES, MARKS, PLAIN, TOLERANCE, Round, accelerated, apart, equal_to_stock, images_of, told
 
 pytestmark = MARKS
 
@@ -34,13 +34,13 @@ ROUND: Round = [
     ("two lines, two networks", "txt2img", {**PLAIN, **TWO_LINES}),
     ("plain at the end", "txt2img", PLAIN),
 ]
-NETWORKS = [name for name in pictured(ROUND) if name not in ("plain", "hires")]
+NETWORKS = [name for name in images_of(ROUND) if name not in ("plain", "hires")]
 
 
 test_image_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
-@pytest.mark.parametrize("name", pictured(ROUND))
+@pytest.mark.parametrize("name", images_of(ROUND))
 def test_plans_were_replayed(played, name):
     accelerated(played, name)
 

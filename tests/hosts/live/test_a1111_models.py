@@ -19,7 +19,7 @@ from .a1111 import (
     apart,
     count,
     equal_to_stock,
-    pictured,
+    images_of,
     play,
     told,
 )
@@ -164,7 +164,7 @@ SAME_PLANS = [
 test_image_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
-@pytest.mark.parametrize("name", pictured(ROUND))
+@pytest.mark.parametrize("name", images_of(ROUND))
 def test_plans_were_replayed(played, name):
     accelerated(played, name)
     assert played.reasons(name) == {}

@@ -22,7 +22,7 @@ from .a1111 import (
     bypassed,
     count,
     equal_to_stock,
-    pictured,
+    images_of,
     play,
     told,
 )
@@ -119,7 +119,7 @@ SAME_PLANS = [
 test_image_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
-@pytest.mark.parametrize("name", [name for name in pictured(ROUND) if name not in BYPASSED])
+@pytest.mark.parametrize("name", [name for name in images_of(ROUND) if name not in BYPASSED])
 def test_plans_were_replayed(played, name):
     accelerated(played, name)
     assert played.reasons(name) == {}
@@ -213,9 +213,9 @@ def test_a_live_preview_in_another_thread_changes_nothing(played, stock, kind):
 
     def watch() -> None:
         while not done.is_set():
-            picture = played.webui.get("/sdapi/v1/progress")["current_image"]
-            if picture:
-                seen.add(picture)
+            image = played.webui.get("/sdapi/v1/progress")["current_image"]
+            if image:
+                seen.add(image)
 
     watcher = threading.Thread(target=watch)
     watcher.start()

@@ -18,20 +18,20 @@ RAW = "a dog on a hill\nSteps: 6, Size: 512x512, Seed: 1, CFG scale: 6, Stable F
 
 
 def test_the_page_opens_with_a_badge(page: Page) -> None:
-    page.picture("open")
+    page.image("open")
     assert page.badge() == "ready"
     assert page.page.locator(page.own_badge).first.bounding_box()["width"] > 100
 
 
 def test_the_first_image_shows_its_stages_and_the_second_its_pace(page: Page) -> None:
     said = page.generate()
-    page.picture("first image")
+    page.image("first image")
     assert any(text.startswith("preparing ") for text in said), said
     # AUTOMATIC1111's bar shows the stage; SD.Next's a number of seconds alone
     has_bar = page.page.query_selector("#script_list") is not None and not page.theme
     assert not has_bar or any(text.startswith("Stable Fast: ") for text in said), said
     assert page.generate()[-1].endswith("it/s")
-    page.picture("second image")
+    page.image("second image")
 
 
 def test_nothing_is_asked_while_idle(page: Page) -> None:
@@ -54,8 +54,8 @@ def test_the_tab_that_the_modern_theme_opens_is_accelerated(page: Page) -> None:
     page.generate(tab="control")
     assert page.generate(tab="control")[-1].endswith("it/s")
     assert page.page.locator("#control_generate_group .sfast-badge").is_visible()
-    page.picture("control")
-    page.to_pictures()
+    page.image("control")
+    page.to_images()
 
 
 def test_badge_and_its_details_are_accessible(page: Page) -> None:
@@ -63,7 +63,7 @@ def test_badge_and_its_details_are_accessible(page: Page) -> None:
     badge.locator(".sfast-state").focus()
     page.until(lambda: badge.locator(".sfast-details").is_visible(), "the details are seen", 10)
     page.page.wait_for_timeout(500)
-    page.picture("details")
+    page.image("details")
     inside = badge.locator(".sfast-details").bounding_box()
     widest = badge.locator(".sfast-details").evaluate("(each) => each.scrollWidth - each.clientWidth")
     assert inside["x"] >= 0 and widest <= 1
@@ -80,7 +80,7 @@ def test_the_tab_is_reached_by_keyboard_alone(page: Page) -> None:
     page.until(lambda: "Ready sizes" in page.text("#stable_fast_view"), "the tab is drawn", 30)
     stops = page.page.evaluate(STOPS, page.tab)
     assert stops["reached"] >= 12 and not stops["behind"], stops
-    page.picture("tab")
+    page.image("tab")
     page.accessible(page.tab)
 
 
@@ -92,7 +92,7 @@ def test_sizes_are_prepared_measured_and_cancelled(page: Page) -> None:
     page.page.keyboard.press("Space")
     page.click("#stable_fast_prepare")
     page.until(lambda: "Prepare Done" in page.job(), "it is prepared")
-    page.picture("prepared")
+    page.image("prepared")
     assert "192×128, 1 image, 154 tokens Ready" in page.job().replace(" – ", " ").replace("– ", "")
     longer.uncheck()
     page.click("#stable_fast_measure")
@@ -101,28 +101,28 @@ def test_sizes_are_prepared_measured_and_cancelled(page: Page) -> None:
     page.until(lambda: page.page.is_visible("#stable_fast_job .sfast-bars"), "the chart is drawn by itself", 20)
     page.click("#stable_fast_measure")
     page.until(lambda: page.page.is_visible("#stable_fast_job .sfast-curve svg"), "there is a curve", 60)
-    page.picture("measured")
+    page.image("measured")
     page.fill("#stable_fast_sizes textarea", "256x256, 320x320, 384x384, 448x448")
     cancel = "#stable_fast_cancel"
     assert not page.page.is_visible(cancel)
     page.click("#stable_fast_measure")
     page.until(lambda: "Measure Running" in page.job(), "it runs")
     page.until(lambda: page.page.is_visible(cancel), "it can be cancelled", 10)
-    page.picture("measuring")
+    page.image("measuring")
     page.click(cancel)
     page.until(lambda: "Measure Cancelled" in page.job(), "it is cancelled")
     page.until(lambda: not page.page.is_visible(cancel), "there is nothing to cancel", 10)
-    page.picture("cancelled")
+    page.image("cancelled")
     page.fill("#stable_fast_sizes textarea", "500x500")
     page.click("#stable_fast_measure")
     page.until(lambda: "500x500" in page.text("#stable_fast_told .sfast-error"), "the fault is told", 10)
     page.until(lambda: page.page.evaluate(FOCUSED) == "stable_fast_sizes", "the cursor is in the field", 10)
-    page.picture("fault")
+    page.image("fault")
     page.fill("#stable_fast_sizes textarea", "256x256")
-    page.fill("#stable_fast_pictures textarea", "none")
+    page.fill("#stable_fast_images textarea", "none")
     page.click("#stable_fast_prepare")
-    page.until(lambda: page.page.evaluate(FOCUSED) == "stable_fast_pictures", "the cursor is in the other field", 10)
-    page.fill("#stable_fast_pictures textarea", "1")
+    page.until(lambda: page.page.evaluate(FOCUSED) == "stable_fast_images", "the cursor is in the other field", 10)
+    page.fill("#stable_fast_images textarea", "1")
     page.accessible(page.tab)
 
 
@@ -135,7 +135,7 @@ def test_the_last_image_is_compared(page: Page) -> None:
     for number in range(2):
         page.until(lambda n=number: images.nth(n).evaluate("(each) => each.naturalWidth") > 0, "the image is seen", 20)
     assert "of 255" in page.job() and "Without Stable Fast" in page.job()
-    page.picture("compared")
+    page.image("compared")
     page.accessible(page.tab)
 
 
@@ -146,7 +146,7 @@ def test_it_is_switched_off_for_a_comparison_and_on_again(page: Page) -> None:
     page.click(off)
     page.until(lambda: page.badge() == "off", "it is off", 20)
     page.until(lambda: page.page.is_visible(on) and not page.page.is_visible(off), "it can be switched on", 10)
-    page.picture("off")
+    page.image("off")
     page.click(on)
     page.until(lambda: page.badge() != "off", "it is on again", 20)
 
@@ -155,7 +155,7 @@ def test_the_link_opens_the_settings(page: Page) -> None:
     page.to_tab()
     page.click("#stable_fast_view .sfast-link", "Settings")
     page.until(lambda: page.page.is_visible("#setting_sfast_enabled"), "the settings are seen", 20)
-    page.to_pictures()
+    page.to_images()
 
 
 FOCUSED = "(document.activeElement.closest('[id^=stable_fast_]') || {}).id"
@@ -189,7 +189,7 @@ def test_nothing_of_the_tab_is_outside_of_the_screen(page: Page, width: int) -> 
         reason = {"reason": f"{why}; {'x' * 90}", "reason_parts": [why, "; ", "x" * 90], "code": "out-of-memory"}
         page.page.evaluate(LONG, [{**reason, "calls": 30000, "calls_last": 30, "seconds_ago": 8.0}])
         page.until(lambda: why in page.text("#stable_fast_view"), "the reason is drawn", 10)
-        page.picture(f"wide {width}")
+        page.image(f"wide {width}")
         for place in ("#stable_fast_view", "#stable_fast_job"):
             assert page.page.evaluate(OUTSIDE, place) == []
         # what one came for stands first in a row
@@ -209,13 +209,13 @@ def test_plans_are_dropped_and_the_report_is_given(page: Page) -> None:
     report = "#stable_fast_report_text textarea"
     page.until(lambda: "Settings" in page.page.input_value(report), "the report is there", 20)
     assert "a dog" not in page.page.input_value(report)
-    page.picture("dropped")
+    page.image("dropped")
 
 
 def test_a_localisation_of_the_page_s_own_dump_finds_every_string(page: Page) -> None:
     if not page.page.evaluate("typeof dumpTranslations === 'function'"):
         pytest.skip("AUTOMATIC1111 alone dumps what it has seen")
-    page.to_pictures()
+    page.to_images()
     # a plan of the VAE is made at the second one of a size
     page.generate()
     page.generate()
@@ -223,7 +223,7 @@ def test_a_localisation_of_the_page_s_own_dump_finds_every_string(page: Page) ->
     page.until(lambda: "VAE decoder" in page.text("#stable_fast_view"), "the tab has the image and the VAE", 20)
     dumped = set(page.page.evaluate("Object.keys(dumpTranslations())"))
     # other numbers in every place
-    page.to_pictures()
+    page.to_images()
     quick(page, width="192")
     page.generate()
     page.generate()
@@ -246,7 +246,7 @@ TEXTS = """(places) => places.flatMap((place) => [...document.querySelectorAll(p
 def test_a_locale_of_sdnext_s_finds_all_that_it_looks_at(page: Page) -> None:
     if not page.theme:
         pytest.skip("of SD.Next: its locales name buttons and labels, not the texts of tables and sentences")
-    page.to_pictures()
+    page.to_images()
     page.generate()
     page.to_tab()
     page.until(lambda: "Last used" in page.text("#stable_fast_view"), "the tab has the image", 20)
@@ -260,9 +260,9 @@ def test_a_locale_of_sdnext_s_finds_all_that_it_looks_at(page: Page) -> None:
     page.until(lambda: "« Prepare »" in page.text("#stable_fast_prepare"), "it is translated", 20)
     assert [each for each in page.page.evaluate(LABELS, [page.tab, page.settings]) if "«" not in each] == []
     # SD.Next watches the page while it starts, and no longer: what is drawn later has no other language
-    page.picture("locale")
+    page.image("locale")
     page.open()
-    page.to_pictures()
+    page.to_images()
     # the page begins anew with the host's sizes: a megapixel, on a CPU
     quick(page)
 
@@ -275,7 +275,7 @@ LABELS = """(places) => places.flatMap((place) => [...document.querySelectorAll(
 
 def test_a_changed_setting_is_in_the_infotext_and_is_restored_from_it(page: Page) -> None:
     page.to_settings()
-    page.picture("settings")
+    page.image("settings")
     page.accessible(page.settings)
     field = page.page.locator("#setting_sfast_tolerance input[type=number]").first
     assert field.evaluate("(each) => (each.labels.length || each.getAttribute('aria-labelledby')) !== 0")
@@ -289,22 +289,22 @@ def test_a_changed_setting_is_in_the_infotext_and_is_restored_from_it(page: Page
         assert switch.is_checked() == now
     field.evaluate(SET, "0.05")
     page.apply()
-    page.to_pictures()
+    page.to_images()
     page.generate()
     page.until(lambda: "Stable Fast tolerance: 0.05" in page.infotext(), "the infotext names it", 20)
-    page.picture("infotext")
+    page.image("infotext")
     # what SD.Next shows is not what its images have in them
     infotext = RAW if page.theme else page.infotext()
     page.to_settings()
     field.evaluate(SET, "0.02")
     page.apply()
-    page.to_pictures()
+    page.to_images()
     page.generate()
     page.until(lambda: "Stable Fast tolerance" not in page.infotext(), "the infotext names it no more", 20)
     page.fill("#txt2img_prompt textarea", infotext)
     page.click("#paste, #txt2img_paste")
     page.page.wait_for_timeout(2500)
-    page.picture("restored")
+    page.image("restored")
     page.generate(page.page.input_value("#txt2img_prompt textarea"))
     page.until(lambda: "Stable Fast tolerance: 0.05" in page.infotext(), "the infotext names it again", 20)
 
@@ -322,7 +322,7 @@ GRIDS = {
 
 
 def test_a_grid_compares_on_and_off(page: Page) -> None:
-    page.to_pictures()
+    page.to_images()
     scripts, name, axis, fill = GRIDS["SD.Next" if page.theme else ""]
     if page.page.query_selector(scripts) is None:
         pytest.skip("the small page has no scripts")
@@ -337,9 +337,9 @@ def test_a_grid_compares_on_and_off(page: Page) -> None:
     page.generate()
     # plans ran for its first image; the second is the last one, and not accelerated
     page.until(lambda: page.badge() == "ready", "nothing is said of the first image", 30)
-    picture = page.page.locator("#txt2img_gallery .thumbnail-lg img, #txt2img_gallery .preview img").first
-    page.until(lambda: picture.evaluate("(each) => each.naturalWidth") >= 2 * 128, "a grid of two", 30)
-    page.picture("grid")
+    image = page.page.locator("#txt2img_gallery .thumbnail-lg img, #txt2img_gallery .preview img").first
+    page.until(lambda: image.evaluate("(each) => each.naturalWidth") >= 2 * 128, "a grid of two", 30)
+    page.image("grid")
     to_scripts(page, True)
     choose(page, scripts, "None")
     to_scripts(page, False)
@@ -373,10 +373,10 @@ def test_after_the_ui_is_reloaded_images_are_accelerated_again(page: Page) -> No
     page.until(lambda: page.badge() == "ready", "nothing of the scripts before is left")
     # the modern theme moves it
     page.until(lambda: page.page.locator(page.own_badge).count() == 1, "there is one badge", 30)
-    page.to_pictures()
+    page.to_images()
     quick(page)
     assert page.generate()[-1].endswith("it/s")
-    page.picture("reloaded")
+    page.image("reloaded")
 
 
 def test_the_theme_that_is_chosen_in_the_page_is_followed(page: Page) -> None:
@@ -388,12 +388,12 @@ def test_the_theme_that_is_chosen_in_the_page_is_followed(page: Page) -> None:
         page.apply()
         followed = f"link[href*='{theme}.css']"
         page.page.wait_for_selector(followed, state="attached", timeout=30_000)
-        page.to_pictures()
+        page.to_images()
         page.page.wait_for_timeout(1500)
-        page.picture(f"theme {theme}")
+        page.image(f"theme {theme}")
         page.accessible(page.own_badge)
         page.to_tab()
-        page.picture(f"theme {theme}, tab")
+        page.image(f"theme {theme}, tab")
         page.accessible(page.tab)
 
 
@@ -402,13 +402,13 @@ def test_nothing_of_ours_is_cut_off_in_the_dark(page: Page, width: int) -> None:
     page.page.set_viewport_size({"width": width, "height": 900})
     page.open("?__theme=dark")
     page.page.wait_for_timeout(4000)
-    page.picture(f"dark {width}")
+    page.image(f"dark {width}")
     for badge in page.page.locator(".sfast-badge:visible").all():
         box = badge.bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= width, box
     page.to_tab()
     page.page.wait_for_timeout(800)
-    page.picture(f"dark tab {width}")
+    page.image(f"dark tab {width}")
     page.accessible(page.tab)
     for part in ("#stable_fast_view", "#stable_fast_job", "#stable_fast_sizes", "#stable_fast_report"):
         box = page.page.locator(part).first.bounding_box()
@@ -419,7 +419,7 @@ def test_nothing_of_ours_is_cut_off_in_the_dark(page: Page, width: int) -> None:
     for setting in page.page.locator("[id^='setting_sfast_']:visible").all():
         box = setting.bounding_box()
         assert box["x"] + box["width"] <= width + 1, (setting.get_attribute("id"), box)
-    page.picture(f"dark settings {width}")
+    page.image(f"dark settings {width}")
 
 
 def test_the_console_of_the_browser_has_no_error_of_ours(page: Page) -> None:

@@ -75,7 +75,7 @@ def test_the_details_of_the_badge_open_and_close(page: Page) -> None:
     expanded = lambda: page.page.locator(state).first.get_attribute("aria-expanded")
     tab_to(page, state, most=20)
     assert details.is_visible()
-    page.picture("details")
+    page.image("details")
     page.page.keyboard.press("Enter")
     assert details.is_visible() and expanded() == "true"
     page.page.keyboard.press("Escape")
@@ -105,7 +105,7 @@ def test_the_list_of_plans_is_sorted(page: Page) -> None:
             # the table is drawn anew
             assert page.page.evaluate(IS, f"{heading} button")
         assert sorted(orders) == ["ascending", "descending"]
-    page.picture("sorted")
+    page.image("sorted")
 
 
 @pytest.mark.parametrize("kind", ["Prepare", "Measure"])
@@ -121,7 +121,7 @@ def test_sizes_are_started_and_cancelled(page: Page, kind: str) -> None:
     page.until(lambda: f"{kind} Running" in page.job(), "it runs")
     press(page, "#stable_fast_cancel", most=4)
     page.until(lambda: f"{kind} Cancelled" in page.job(), "it is cancelled")
-    page.picture(f"{kind} cancelled")
+    page.image(f"{kind} cancelled")
 
 
 def test_plans_are_dropped(page: Page) -> None:
@@ -139,7 +139,7 @@ def test_the_report_is_copied_and_the_tab_is_left(page: Page) -> None:
     page.until(lambda: page.page.evaluate("navigator.clipboard.readText()") == text, "it is copied", 20)
     page.until(lambda: page.text("#stable_fast_copied") == "Copied", "it is told", 20)
     tab_to(page, report, most=4)
-    page.picture("report")
+    page.image("report")
     for _ in range(4):
         page.page.keyboard.press("Tab")
     inside = "(tab) => document.querySelector(tab).contains(document.activeElement)"
@@ -168,7 +168,7 @@ def test_a_setting_is_changed(page: Page) -> None:
     tab_to(page, slider)
     page.page.keyboard.press("ArrowRight")
     page.until(lambda: float(page.page.input_value(number)) > 0.05, "the arrow moves it", 10)
-    page.picture("setting")
+    page.image("setting")
     press(page, "#settings_submit", "Shift+Tab")
     told = lambda: (page.page.text_content("#settings_result") or "").lower()
     page.until(lambda: "changed" in told(), "applied", 30)

@@ -74,11 +74,11 @@ def webui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebUI]:
 
 @pytest.fixture(scope="module")
 def page(webui: WebUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with opened(webui.url, "", tmp_path_factory.mktemp("pictures")) as page:
+    with opened(webui.url, "", tmp_path_factory.mktemp("images")) as page:
         page.page.add_init_script(RAN)
         page.page.set_viewport_size({"width": WIDTH, "height": 900})
         page.open()
-        page.to_pictures()
+        page.to_images()
         quick(page)
         yield page
 
@@ -95,7 +95,7 @@ def badge_and_details(page: Page) -> tuple[str, str]:
     badge.locator(".sfast-state").focus()
     page.until(lambda: badge.locator(".sfast-details").is_visible(), "the details are seen", 10)
     page.page.wait_for_timeout(800)
-    page.picture("details")
+    page.image("details")
     harmless(page)
     return badge.locator(".sfast-state").text_content(), badge.locator(".sfast-details").text_content()
 
@@ -104,7 +104,7 @@ def in_tab(page: Page) -> str:
     page.to_tab()
     page.click("#stable_fast_refresh")
     page.page.wait_for_timeout(1500)
-    page.picture("tab")
+    page.image("tab")
     harmless(page)
     return str(page.page.text_content("#stable_fast_view"))
 
@@ -114,7 +114,7 @@ def test_a_model_and_a_lora_are_named_in_the_tab_and_in_the_infotext(page: Page)
         said = page.generate(f"a dog <lora:{LORA}:1>")
     assert said[-1].endswith("it/s"), said
     assert MODEL in in_tab(page)
-    page.to_pictures()
+    page.to_images()
     infotext = page.infotext()
     assert f"<lora:{LORA}:1>" in infotext and f"Model: {MODEL}" in infotext
     harmless(page)
@@ -128,7 +128,7 @@ def test_a_measurement_names_no_model(page: Page) -> None:
     page.until(lambda: "Measurements that were kept" in page.text("#stable_fast_job"), "it is kept", 20)
     page.page.locator("#stable_fast_job summary").first.click()
     page.page.wait_for_timeout(500)
-    page.picture("measured")
+    page.image("measured")
     assert FOLDER not in page.page.text_content("#stable_fast_job")
     harmless(page)
 
@@ -137,7 +137,7 @@ def test_a_measurement_names_no_model(page: Page) -> None:
 def test_what_stops_the_acceleration_is_named(page: Page, webui: WebUI, kind: str) -> None:
     name = {"hypernetwork": HYPERNETWORK, "extension": EXTENSION_NAME}[kind]
     webui.post("/sdapi/v1/options", {"patched": kind == "extension"})
-    page.to_pictures()
+    page.to_images()
     said = page.generate("a dog <hypernet:hyper:1>" if kind == "hypernetwork" else "a dog")
     assert said[-1].startswith("original"), said
     badge, details = badge_and_details(page)
@@ -159,7 +159,7 @@ def test_the_report_names_the_extension_alone(page: Page) -> None:
 
 def test_the_settings_have_nothing_of_them(page: Page) -> None:
     page.to_settings()
-    page.picture("settings")
+    page.image("settings")
     harmless(page)
 
 
@@ -188,7 +188,7 @@ def test_whatever_the_status_names_is_text(page: Page, name: str) -> None:
 
     page.page.route("**/sfast/v1/status", renamed)
     try:
-        page.to_pictures()
+        page.to_images()
         assert all(name in said for said in badge_and_details(page))
         assert in_tab(page).count(name) >= 4
         # drawn where it is seen

@@ -29,8 +29,8 @@ class User:
     """A user's WebUI, which is started and closed, and the page in a browser."""
 
     def __init__(self, folder: Path) -> None:
-        self._models, self.data, self._pictures = folder / "models", folder / "data", folder / "pictures"
-        for each in (self._models, self.data, self._pictures):
+        self._models, self.data, self._images = folder / "models", folder / "data", folder / "images"
+        for each in (self._models, self.data, self._images):
             each.mkdir()
         a1111.make_models(self._models)
         a1111.make_data(self.data, self._models)
@@ -49,7 +49,7 @@ class User:
         # --server-name closes its tab Extensions, as --listen does
         flags = f"{a1111.FLAGS} --enable-insecure-extension-access"
         self.webui = self._open.enter_context(a1111.start(self.data, "fresh", kept, "--gradio-queue", flags))
-        self.page = self._open.enter_context(opened(self.webui.url, "", self._pictures))
+        self.page = self._open.enter_context(opened(self.webui.url, "", self._images))
         self.page.page.goto(self.webui.url, timeout=180_000, wait_until="domcontentloaded")
         self.page.page.wait_for_selector("#txt2img_generate", timeout=120_000)
         self.page.page.wait_for_timeout(3000)
@@ -58,7 +58,7 @@ class User:
     def close(self) -> None:
         """Close both."""
         self._open.close()
-        self._pictures = self._pictures.with_name(f"{self._pictures.name}-next")
+        self._images = self._images.with_name(f"{self._images.name}-next")
 
     def tabs(self, *names: str) -> None:
         """Open a tab, and one in it."""
@@ -71,7 +71,7 @@ class User:
         badge = self.page.page.locator(self.page.own_badge).first
         badge.hover()
         self.page.page.wait_for_timeout(800)
-        self.page.picture("details")
+        self.page.image("details")
         return str(badge.locator(".sfast-details").inner_text())
 
 
@@ -92,7 +92,7 @@ def test_it_is_installed_from_its_address(user: User) -> None:
     user.page.page.get_by_label("URL for extension's git repository").fill(str(user.repository))
     user.page.click("button", "Install")
     user.page.until(lambda: "Installed into" in user.page.page.inner_text("#tab_extensions"), "it is installed", 60)
-    user.page.picture("installed")
+    user.page.image("installed")
     user.close()
     assert (user.data / "extensions" / NAME / "install.py").is_file()
 
@@ -109,12 +109,12 @@ def test_the_console_and_the_badge_say_what_is_there(user: User) -> None:
 
 def test_without_a_gpu_it_is_tried_on_the_cpu(user: User) -> None:
     user.page.to_settings()
-    user.page.picture("settings")
+    user.page.image("settings")
     box = user.page.page.get_by_label("Also run on the CPU")
     box.check()
     user.page.click("button", "Apply settings")
     user.page.page.wait_for_timeout(2000)
-    user.page.to_pictures()
+    user.page.to_images()
     user.page.until(lambda: user.page.badge() == "ready", "the badge follows", 30)
     quick(user.page)
     user.page.generate()
@@ -140,7 +140,7 @@ def test_the_list_of_plans_is_emptied_and_a_report_is_copied(user: User) -> None
     user.page.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     user.tabs("Stable Fast")
     user.page.until(lambda: "128×128" in user.page.text("#stable_fast_view"), "the plans are listed", 30)
-    user.page.picture("tab")
+    user.page.image("tab")
     user.page.click("button", "Forget all ready sizes")
     user.page.until(lambda: "None yet" in user.page.text("#stable_fast_view"), "the list is empty", 20)
     user.page.click("button", "Copy a report")
@@ -156,7 +156,7 @@ def test_it_is_removed(user: User) -> None:
     assert user.page.errors == []
     user.tabs("Extensions", "Installed")
     user.page.page.locator(f"input[name='enable_{NAME}']").uncheck()
-    user.page.picture("unticked")
+    user.page.image("unticked")
     user.page.page.locator("#tab_extensions button", has_text="Apply and").first.click()
     user.page.page.wait_for_timeout(4000)
     user.close()
@@ -166,7 +166,7 @@ def test_it_is_removed(user: User) -> None:
     shutil.rmtree(user.data / "extensions" / NAME)
     log = user.start()
     assert "Traceback" not in log and user.page.page.query_selector("#tab_stable_fast") is None
-    user.page.to_pictures()
+    user.page.to_images()
     user.page.page.fill("#txt2img_prompt textarea", "a dog")
     quick(user.page)
     user.page.click("button", "Generate")

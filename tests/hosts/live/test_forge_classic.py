@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import forge, test_forge
-from .a1111 import PLAIN, Round, pictured
+from .a1111 import PLAIN, Round, images_of
 
 pytestmark = forge.CLASSIC.marks
 
@@ -19,7 +19,7 @@ ROUND: Round = [
     for name, route, payload in test_forge.ROUND
     if not name.startswith(MISSING)
 ]
-BYPASSED = {name: words for name, words in test_forge.BYPASSED.items() if name in pictured(ROUND)}
-SAME_PLANS = [name for name in test_forge.SAME_PLANS if name in pictured(ROUND)]
+BYPASSED = {name: words for name, words in test_forge.BYPASSED.items() if name in images_of(ROUND)}
+SAME_PLANS = [name for name in test_forge.SAME_PLANS if name in images_of(ROUND)]
 
 globals().update(forge.program_tests(forge.CLASSIC, ROUND, BYPASSED, SAME_PLANS, test_forge.CONTROLLED))

@@ -99,7 +99,7 @@ def data(program: forge.Program, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="module")
 def stock(program: forge.Program, steps: Round, data: Path) -> dict[str, list[str]]:
     with forge.start(data, "stock", {"disabled_extensions": ["stable-fast"]}, program) as webui:
-        return Played(webui).round(forge.named(webui, steps), status=False).pictures
+        return Played(webui).round(forge.named(webui, steps), status=False).images
 
 
 @pytest.fixture(scope="module")
@@ -109,14 +109,14 @@ def played(program: forge.Program, steps: Round, data: Path, stock: dict[str, li
 
 
 def made(played: Played, name: str) -> None:
-    if name not in played.pictures:
+    if name not in played.images:
         pytest.skip("not with a small Stable Diffusion 2")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_image_is_the_one_without_the_extension(played: Played, stock: dict[str, list[str]], name: str) -> None:
     made(played, name)
-    assert apart(played.pictures[name], stock[name]) < TOLERANCE
+    assert apart(played.images[name], stock[name]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in BYPASSED])

@@ -21,10 +21,10 @@ from .a1111 import (
     Round,
     accelerated,
     apart,
+    images_of,
     make_data,
     told,
 )
-from .a1111 import pictured as pictures_of
 
 pytestmark = forge.NEO.marks
 FORMATS = {"int8": "int8_tensorwise", "rows": "int8_tensorwise", "fp8": "float8_e4m3fn", "scaled": "float8_e4m3fn"}
@@ -94,7 +94,7 @@ def started(data: Path, name: str, **settings: Any) -> Any:
 @pytest.fixture(scope="module")
 def stock(data: Path) -> dict[str, list[str]]:
     with started(data, "stock", disabled_extensions=["stable-fast"]) as webui:
-        return Played(webui).round(ROUND, status=False).pictures
+        return Played(webui).round(ROUND, status=False).images
 
 
 @pytest.fixture(scope="module")
@@ -103,18 +103,18 @@ def played(data: Path, stock: dict[str, list[str]]) -> Iterator[Played]:
         yield Played(webui).round(ROUND, status=True)
 
 
-@pytest.mark.parametrize("name", pictures_of(ROUND))
+@pytest.mark.parametrize("name", images_of(ROUND))
 def test_image_equals_the_one_without_the_extension(played: Played, stock: dict[str, list[str]], name: str) -> None:
     tolerance = ROUNDED if "int8" in FORMATS.get(name.partition(",")[0], "") else TOLERANCE
-    assert apart(played.pictures[name], stock[name]) < tolerance
+    assert apart(played.images[name], stock[name]) < tolerance
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_image_is_the_same_after_a_lora(played: Played, name: str) -> None:
-    assert apart(played.pictures[f"{name}, again"], played.pictures[f"{name}, LoRA gone"]) == 0
+    assert apart(played.images[f"{name}, again"], played.images[f"{name}, LoRA gone"]) == 0
 
 
-@pytest.mark.parametrize("name", [name for name in pictures_of(ROUND) if name != "one"])
+@pytest.mark.parametrize("name", [name for name in images_of(ROUND) if name != "one"])
 def test_is_accelerated(played: Played, name: str) -> None:
     accelerated(played, name)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from . import forge
-from .a1111 import CHECKOUT, TOLERANCE, Played, Round, accelerated, apart, equal_to_stock, make_data, pictured
+from .a1111 import CHECKOUT, TOLERANCE, Played, Round, accelerated, apart, equal_to_stock, images_of, make_data
 from .forge_transformers import NARROW
 from .webui import add_extension
 
@@ -73,7 +73,7 @@ def data(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stock(data: Path, settings: dict[str, Any]) -> dict[str, list[str]]:
     with forge.start(data, "stock", {**settings, "disabled_extensions": ["stable-fast"]}) as webui:
-        return Played(webui).round(ROUND, status=False).pictures
+        return Played(webui).round(ROUND, status=False).images
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def played(data: Path, settings: dict[str, Any], stock: dict[str, list[str]]) ->
 test_image_equals_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
-@pytest.mark.parametrize("name", pictured(ROUND[1:]))
+@pytest.mark.parametrize("name", images_of(ROUND[1:]))
 def test_plans_were_run(played: Played, name: str) -> None:
     accelerated(played, name)
     assert played.reasons(name) == {}

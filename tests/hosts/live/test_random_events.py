@@ -47,7 +47,7 @@ def test_each_patch_changes_the_image(played):
     alone = played.plans[0]
     plain = played.stock[alone.seed, 0]
     shown: dict[str, float] = {}
-    for number, picture in enumerate(alone.pictures):
-        for kind in (event.kind for event in picture.events if event.op == "lay" and event.step < 0):
+    for number, image in enumerate(alone.images):
+        for kind in (event.kind for event in image.events if event.op == "lay" and event.step < 0):
             shown[kind] = difference(played.stock[alone.seed, number], plain)
     assert not {kind: by for kind, by in shown.items() if by < SHOWN and kind not in HIDDEN}

@@ -54,7 +54,7 @@ ROUND: list[sdnext.Step] = [
 """Every image of it is made without the extension and with it."""
 
 
-PICTURES = sdnext.pictured(ROUND)
+IMAGES = sdnext.images_of(ROUND)
 
 
 played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND)
@@ -97,8 +97,8 @@ def test_unticking_restores_the_hosts_own_forward(played: Played) -> None:
     webui = played.webui
     webui.post("/sdapi/v1/options", {"sfast_enabled": False})
     before = webui.get("/sfast/v1/status")
-    (picture,) = do(webui, "txt2img", PLAIN)
-    assert difference(picture, played.stock["txt2img"][0]) == 0
+    (image,) = do(webui, "txt2img", PLAIN)
+    assert difference(image, played.stock["txt2img"][0]) == 0
     after = webui.get("/sfast/v1/status")
     assert ran(after) == ran(before) and not after["accelerators"] and not after["enabled"]
     webui.post("/sdapi/v1/options", {"sfast_enabled": True})
@@ -108,8 +108,8 @@ def test_unticking_restores_the_hosts_own_forward(played: Played) -> None:
 
 def test_one_request_may_switch_it_off(played: Played) -> None:
     webui = played.webui
-    (picture,) = do(webui, "txt2img", {**PLAIN, "override_settings": {"sfast_enabled": False}})
-    assert difference(picture, played.stock["txt2img"][0]) == 0
+    (image,) = do(webui, "txt2img", {**PLAIN, "override_settings": {"sfast_enabled": False}})
+    assert difference(image, played.stock["txt2img"][0]) == 0
     assert not webui.get("/sfast/v1/status")["accelerators"]
     do(webui, "txt2img", PLAIN)
     assert webui.get("/sfast/v1/status")["accelerators"]
@@ -142,10 +142,10 @@ def test_alwayson_scripts_of_one_request(played: Played) -> None:
         answer = webui.post("/sdapi/v1/txt2img", {**PLAIN, **asked})
         return answer["images"][0], json.loads(answer["info"])["extra_generation_params"]["Stable Fast"]
 
-    picture, said = answered({"enabled": False, "speed": 9})
+    image, said = answered({"enabled": False, "speed": 9})
     assert said["state"] == "not accelerated" and "switched off" in said["reason"] and said["ignored"] == ["speed: 9"]
-    assert difference(picture, played.stock["txt2img"][0]) == 0
+    assert difference(image, played.stock["txt2img"][0]) == 0
     for settings in (True, None):
-        picture, said = answered(settings)
+        image, said = answered(settings)
         assert said["accelerated"] > 0 and "ignored" not in said
-        assert difference(picture, played.stock["txt2img"][0]) < TOLERANCE
+        assert difference(image, played.stock["txt2img"][0]) < TOLERANCE

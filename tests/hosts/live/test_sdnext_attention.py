@@ -60,8 +60,8 @@ ROUND: list[Step] = [
     drawn("reference, wide", **WIDE),
     drawn("reference, huge", **HUGE),
 ]
-PICTURES = sdnext.pictured(ROUND)
-REFERENCES = [name for name in PICTURES if name.startswith("reference")]
+IMAGES = sdnext.images_of(ROUND)
+REFERENCES = [name for name in IMAGES if name.startswith("reference")]
 NOT_ALIKE = "slices of tokens"
 
 played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND)
@@ -74,12 +74,12 @@ def reference(played: Played, name: str) -> dict[str, Any]:
     return next(plan for plan in plans if plan["signature"] == signature)
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_plans_ran(played: Played, name: str) -> None:
     played.accelerated(name)
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if name != NOT_ALIKE and name not in REFERENCES])
+@pytest.mark.parametrize("name", [name for name in IMAGES if name != NOT_ALIKE and name not in REFERENCES])
 def test_the_plan_is_that_of_the_default(played: Played, name: str) -> None:
     same_plan(last_plan(played.reports[name]), reference(played, name))
 
@@ -94,6 +94,6 @@ def test_another_method_or_size_is_captured_anew(played: Played, name: str) -> N
     assert played.gained(name, "captures") == 1
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if name.endswith(", again")])
+@pytest.mark.parametrize("name", [name for name in IMAGES if name.endswith(", again")])
 def test_the_next_image_needs_no_capture(played: Played, name: str) -> None:
     assert played.gained(name, "captures") == 0

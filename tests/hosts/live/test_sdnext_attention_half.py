@@ -50,7 +50,7 @@ ROUND: list[Step] = [
     options("to tiny-b", sd_model_checkpoint="Diffusers/tiny-b"),
     drawn("reference"),
 ]
-PICTURES = sdnext.pictured(ROUND)
+IMAGES = sdnext.images_of(ROUND)
 
 played, test_image_equals_the_one_without_the_extension = sdnext.playing(
     ROUND, {"cuda_dtype": "BF16"}, TOLERANCE, prepare=prepare, flags="--use-xformers", packages=XFORMERS
@@ -62,11 +62,11 @@ def test_it_starts_with_xformers(played: Played) -> None:
     assert "bf16" in last_plan(played.reports["started"])["signature"]
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_plans_ran(played: Played, name: str) -> None:
     played.accelerated(name)
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_the_plan_is_that_of_scaled_dot_products(played: Played, name: str) -> None:
     same_plan(last_plan(played.reports[name]), last_plan(played.reports["reference"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.webui import pictures
+from benchmarks.webui import images
 
 from .sdnext import MARKS, TOLERANCE
 from .test_a1111_benchmark import TOLD
@@ -15,12 +15,12 @@ SAID = {**TOLD, "host": "sdnext", "kinds": ["txt2img", "hires", "img2img"], "fla
 
 
 def test_images_of_each_kind_are_timed_and_taken_apart(tmp_path: Path):
-    rows = pictures.measure(argparse.Namespace(**{**SAID, "pictures": 1}), tmp_path)["rows"]
+    rows = images.measure(argparse.Namespace(**{**SAID, "images": 1}), tmp_path)["rows"]
     assert [row["kind"] for row in rows] == SAID["kinds"]
     for row in rows:
         assert row["plans_ran"] > 0 and row["last_error"] is None and max(row["apart_of_255"]) < TOLERANCE
         for found in row["breakdown"].values():
             phases = found["phases"]
-            always = {pictures.CLIENT, "process_images", "text encoders", "UNet, guidance, sampler", "VAE"}
+            always = {images.CLIENT, "process_images", "text encoders", "UNet, guidance, sampler", "VAE"}
             assert always <= phases.keys()
             assert all(phases[name]["cpu_ms"] > 0 for name in always)

@@ -17,7 +17,7 @@ def unit(model: str = "tiny-control", **more: Any) -> dict[str, Any]:
     return {"model": model, **more}
 
 
-def by_picture(name: str, scale: float, seed: int = 1, **more: Any) -> sdnext.Step:
+def by_image(name: str, scale: float, seed: int = 1, **more: Any) -> sdnext.Step:
     return drawn(name, seed=seed, ip_adapter=[{"adapter": "Base", "images": [INIT], "scale": scale, **more}])
 
 
@@ -39,25 +39,25 @@ ROUND: list[sdnext.Step] = [
     controlled("T2I-Adapter", "t2i adapter", unit("tiny")),
     controlled("T2I-Adapter, weaker", "t2i adapter", unit("tiny", strength=0.4, factor=0.4)),
     drawn("plain after T2I-Adapter"),
-    by_picture("IP-Adapter", 0.8),
-    by_picture("IP-Adapter, weaker", 0.3),
-    by_picture("IP-Adapter, back", 0.8),
-    by_picture("IP-Adapter, another seed", 0.8, seed=2),
-    by_picture("IP-Adapter, weaker, another seed", 0.3, seed=2),
-    by_picture("IP-Adapter, part of the steps", 0.8, start=0.3, end=0.7),
-    by_picture("IP-Adapter, part of the steps, another seed", 0.8, seed=2, start=0.3, end=0.7),
+    by_image("IP-Adapter", 0.8),
+    by_image("IP-Adapter, weaker", 0.3),
+    by_image("IP-Adapter, back", 0.8),
+    by_image("IP-Adapter, another seed", 0.8, seed=2),
+    by_image("IP-Adapter, weaker, another seed", 0.3, seed=2),
+    by_image("IP-Adapter, part of the steps", 0.8, start=0.3, end=0.7),
+    by_image("IP-Adapter, part of the steps, another seed", 0.8, seed=2, start=0.3, end=0.7),
     drawn("plain after IP-Adapter"),
     told("LoRA after IP-Adapter", "<lora:strong:0.5>"),
-    by_picture("IP-Adapter, once more", 0.8, seed=3),
+    by_image("IP-Adapter, once more", 0.8, seed=3),
     drawn("plain, IP-Adapter unloaded", extra={"ip_adapter_unload": True}),
 ]
-PICTURES = sdnext.pictured(ROUND)
+IMAGES = sdnext.images_of(ROUND)
 
 
 played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND)
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_plans_ran(played: Played, name: str) -> None:
     played.accelerated(name)
 

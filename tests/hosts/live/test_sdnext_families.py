@@ -48,7 +48,7 @@ ROUND: list[sdnext.Step] = [
     to_checkpoint("to tiny-a", "tiny-a"),
     drawn("plain at last"),
 ]
-PICTURES = sdnext.pictured(ROUND)
+IMAGES = sdnext.images_of(ROUND)
 KEPT = [
     "tiny-2, another seed", "tiny-2, img2img", "tiny-2, LoRA", "tiny-xl, another seed", "tiny-xl, img2img",
     "tiny-xl, LoRA", "tiny-xl, weaker LoRA", "tiny-xl, LoRA gone", "tiny-xl-b", "refined again", "not refined",
@@ -77,7 +77,7 @@ def test_each_step_makes_another_image(played: Played, name: str, other: str) ->
     assert played.apart(name, other) > 2 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_plans_ran(played: Played, name: str) -> None:
     played.accelerated(name)
 

@@ -39,7 +39,7 @@ ROUND: list[sdnext.Step] = [
     drawn("plain after PEFT"),
     told("native after PEFT", "<lora:strong:1>"),
 ]
-PICTURES = sdnext.pictured(ROUND)
+IMAGES = sdnext.images_of(ROUND)
 BY_PEFT = ["PEFT", "PEFT, another seed", "PEFT, another weight", "PEFT, gone"]
 # other sizes and batches, and a model loaded anew
 NEW_PLANS = ["plain", "batch", "hires fix", "plain after PEFT"]
@@ -53,7 +53,7 @@ def test_each_network_changes_the_image(played: Played, name: str) -> None:
     assert played.apart(name, "plain") > 2 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if name not in BY_PEFT])
+@pytest.mark.parametrize("name", [name for name in IMAGES if name not in BY_PEFT])
 def test_native_networks_are_accelerated(played: Played, name: str) -> None:
     played.accelerated(name)
     if name not in NEW_PLANS:

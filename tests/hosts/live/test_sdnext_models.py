@@ -22,7 +22,7 @@ RELOAD = "/sdapi/v1/reload-checkpoint?force=true"
 SETTINGS = {"sdp_overrides": []}
 
 
-def picture(webui: WebUI, payload: dict = LONG) -> list[str]:
+def image(webui: WebUI, payload: dict = LONG) -> list[str]:
     return sdnext.do(webui, "txt2img", payload)
 
 
@@ -41,10 +41,10 @@ def meanwhile(event: Callable[[WebUI], None]) -> Callable[[WebUI], list[str]]:
 
     def made(webui: WebUI) -> list[str]:
         with ThreadPoolExecutor(1) as pool:
-            pictures = pool.submit(picture, webui)
+            images = pool.submit(image, webui)
             sampling(webui)
             event(webui)
-            return pictures.result()
+            return images.result()
 
     return made
 
@@ -54,15 +54,15 @@ def and_then(event: Callable[[WebUI], list[str]]) -> Callable[[WebUI], list[str]
 
     def made(webui: WebUI) -> list[str]:
         event(webui)
-        return picture(webui, PLAIN)
+        return image(webui, PLAIN)
 
     return made
 
 
 def two_at_once(webui: WebUI) -> list[str]:
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(picture, webui, {**PLAIN, "seed": seed, "width": 128 + 64 * seed}) for seed in (1, 2)]
-        return [pictures for one in asked for pictures in one.result()]
+        asked = [pool.submit(image, webui, {**PLAIN, "seed": seed, "width": 128 + 64 * seed}) for seed in (1, 2)]
+        return [images for one in asked for images in one.result()]
 
 
 def previewed(webui: WebUI) -> list[str]:
@@ -76,12 +76,12 @@ def previewed(webui: WebUI) -> list[str]:
     with ThreadPoolExecutor(1) as pool:
         polling = pool.submit(poll)
         try:
-            pictures = picture(webui)
+            images = image(webui)
         finally:
             done.set()
         polling.result()
     assert any(seen)
-    return pictures
+    return images
 
 
 def set_options(**values: object) -> Callable[[WebUI], None]:
@@ -133,7 +133,7 @@ ROUND: list[sdnext.Step] = [
     drawn("refiner unloaded", enable_hr=True, hr_force=True, refiner_start=0.5, refiner_steps=4),
     drawn("plain after the refiner"),
 ]
-PICTURES = sdnext.pictured(ROUND)
+IMAGES = sdnext.images_of(ROUND)
 # switches to checkpoints of the same architecture; a UNet from a file is left in training mode, which is another
 KEPT = ["tiny-b", "tiny-b, LoRA", "tiny-a again", "checkpoint of one request", "after that request"]
 OFF = "switched on meanwhile"
@@ -153,7 +153,7 @@ def test_the_refiner_changes_the_image(played: Played) -> None:
     assert played.apart("refined", "refiner unloaded") > 2 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if name != OFF])
+@pytest.mark.parametrize("name", [name for name in IMAGES if name != OFF])
 def test_plans_ran(played: Played, name: str) -> None:
     played.accelerated(name)
 

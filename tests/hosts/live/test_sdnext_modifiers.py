@@ -53,7 +53,7 @@ ROUND: list[sdnext.Step] = [
     drawn("large after HyperTile", **LARGE),
     drawn("plain after HyperTile"),
 ]
-PICTURES = sdnext.pictured(ROUND)
+IMAGES = sdnext.images_of(ROUND)
 # what the reason is to say
 BYPASSED = {
     "group": "offload mode 'group'",
@@ -79,7 +79,7 @@ def test_hypertile_changes_a_large_image(played: Played) -> None:
     assert played.apart("HyperTile", "large") > TOLERANCE
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if name not in BYPASSED])
+@pytest.mark.parametrize("name", [name for name in IMAGES if name not in BYPASSED])
 def test_plans_ran(played: Played, name: str) -> None:
     played.accelerated(name)
 

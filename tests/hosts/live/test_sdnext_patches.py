@@ -39,7 +39,7 @@ ROUND: list[sdnext.Step] = [
         )
     ),
 ]
-PICTURES = sdnext.pictured(ROUND)
+IMAGES = sdnext.images_of(ROUND)
 
 
 played, test_image_equals_the_one_without_the_extension = sdnext.playing(ROUND)

@@ -80,7 +80,7 @@ ROUND: list[sdnext.Step] = [
     drawn("plain after attention"),
     referred("adain", "Adain"),
     drawn("plain after adain"),
-    referred("both, two pictures", "Attention Adain", batch_size=2),
+    referred("both, two images", "Attention Adain", batch_size=2),
     referred("both, no guidance", "Attention Adain", cfg_scale=1),
     referred("both", "Attention Adain"),
     referred("both, faithful", "Attention Adain", 1.0),
@@ -92,7 +92,7 @@ ROUND: list[sdnext.Step] = [
     told("LoRA after both", "<lora:strong:0.5>"),
     drawn("wide after both", width=192),
     controlled("ControlNet after both", "controlnet", {"model": "tiny-control"}),
-    refused("two pictures after both", batch_size=2),
+    refused("two images after both", batch_size=2),
     refused("no guidance after both", cfg_scale=1),
     drawn("plain after failures"),
     to_checkpoint("to tiny-b", "tiny-b"),
@@ -103,13 +103,13 @@ ROUND: list[sdnext.Step] = [
     drawn("plain on tiny-b, loaded anew"),
     to_checkpoint("to tiny-a", "tiny-a"),
     drawn("plain at the end"),
-    drawn("two pictures at the end", batch_size=2),
+    drawn("two images at the end", batch_size=2),
 ]
-REFUSED = ["two pictures after both", "no guidance after both"]
-PICTURES = [name for name in sdnext.pictured(ROUND) if name not in REFUSED]
-UNIT = [name for name in PICTURES if name.startswith(("attention", "adain", "both"))]
+REFUSED = ["two images after both", "no guidance after both"]
+IMAGES = [name for name in sdnext.images_of(ROUND) if name not in REFUSED]
+UNIT = [name for name in IMAGES if name.startswith(("attention", "adain", "both"))]
 NETWORK = "ControlNet after both"
-AFTER = [name for name in PICTURES if " after " in name]
+AFTER = [name for name in IMAGES if " after " in name]
 # the first of the forwards, which the reason is to name
 LEFT = {
     name: "hacked_basic_transformer_inner_forward" if "attention" in name else "hack_CrossAttnDownBlock2D_forward"
@@ -126,7 +126,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         yield found
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_image_equals_the_one_without_the_extension(played: Played, name: str) -> None:
     played.equal(name)
 
@@ -150,12 +150,12 @@ def test_a_controlnet_is_accelerated_beside_them(played: Played) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_fails_with_them_fails_in_the_same_words(played: Played, name: str) -> None:
-    assert played.pictures[name] == played.stock[name]
+    assert played.images[name] == played.stock[name]
     assert "The shape of the mask" in played.stock[name][0]
     assert played.reports[name]["last_error"] is None
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if name not in [*UNIT, *AFTER]])
+@pytest.mark.parametrize("name", [name for name in IMAGES if name not in [*UNIT, *AFTER]])
 def test_before_a_unit_and_on_a_model_loaded_anew_plans_run(played: Played, name: str) -> None:
     played.accelerated(name)
 

@@ -51,7 +51,7 @@ ROUND: list[sdnext.Step] = [
     options("from tiny-narrow", sd_model_checkpoint="Diffusers/tiny-a"),
     drawn("plain at last"),
 ]
-PICTURES = sdnext.pictured(ROUND)
+IMAGES = sdnext.images_of(ROUND)
 KEPT = [
     "long negative prompt", "both long", "guidance ends", "plain after parsers", "scheduled prompt", "CLIP skip",
     "textual inversion", "img2img", "inpainting", "plain after seamless", "hires fix with another prompt",
@@ -76,7 +76,7 @@ def test_each_sampler_makes_another_image(played: Played, sampler: str) -> None:
     assert played.apart(f"sampled by {sampler}", "tiny-narrow") > 2 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_plans_ran(played: Played, name: str) -> None:
     played.accelerated(name)
 

@@ -60,7 +60,7 @@ def test_its_prompt_was_read_by_a_plan(played: Played, name: str) -> None:
 
 
 def test_nothing_of_it_failed(played: Played) -> None:
-    assert all(played.reports[name]["last_error"] is None for name in sdnext.pictured(ROUND))
+    assert all(played.reports[name]["last_error"] is None for name in sdnext.images_of(ROUND))
 
 
 def test_what_is_said_of_the_steps_does_not_count_it(played: Played) -> None:

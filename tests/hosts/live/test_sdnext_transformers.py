@@ -59,7 +59,7 @@ WAITING = [f"{MODELS[0]}, {name}" for name in ("LoRA, another weight", "LoRA, wi
 WAITING += [f"{MODELS[0]}, {name}" for name in ("another LoRA", "two LoRAs", "without LoRA")]
 
 
-@pytest.mark.parametrize("name", sdnext.pictured(ROUND))
+@pytest.mark.parametrize("name", sdnext.images_of(ROUND))
 def test_plans_ran(played: Played, name: str) -> None:
     if name in WAITING:
         assert played.ran(name) > 0 or "changes again and again" in str(played.reasons(name)), played.reasons(name)

@@ -60,10 +60,10 @@ def test_what_img2img_begins_with_was_encoded_by_a_plan(played: Played) -> None:
 
 
 def test_nothing_of_it_failed_and_few_plans_were_made(played: Played) -> None:
-    pictures = sdnext.pictured(ROUND)
-    assert all(played.reports[name]["last_error"] is None for name in pictures)
+    images = sdnext.images_of(ROUND)
+    assert all(played.reports[name]["last_error"] is None for name in images)
     # at most one of the decoder and one of the encoder in each
-    assert all(played.gained(name, "vae_captures") <= 2 for name in pictures)
+    assert all(played.gained(name, "vae_captures") <= 2 for name in images)
 
 
 def test_what_is_said_of_the_steps_does_not_count_it(played: Played) -> None:

@@ -170,9 +170,9 @@ def encoded(image: Image.Image) -> str:
     return base64.b64encode(stream.getvalue()).decode()
 
 
-def pixels(picture: str) -> np.ndarray:
+def pixels(image: str) -> np.ndarray:
     """The pixels of an image that the API gave."""
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"), dtype=np.float32)
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(image))).convert("RGB"), dtype=np.float32)
 
 
 def difference(a: str, b: str) -> float:

@@ -111,9 +111,9 @@ def name_layers(module: nn.Module, prefix: str = "") -> None:
         layer.network_layer_name = name.replace(".", "_")
 
 
-def upscale(self: Any, picture: torch.Tensor, scale: int) -> torch.Tensor:
+def upscale(self: Any, image: torch.Tensor, scale: int) -> torch.Tensor:
     """What the WebUI's upscalers inherit."""
-    return picture.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
+    return image.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
 
 
 def upscaler_utils(gpu: bool = False) -> ModuleType:
@@ -437,10 +437,10 @@ class Host:
                 self.shared.state.end()
 
     def _process(self, p: Any) -> Any:
-        picture = self.generate(**p.options)
+        image = self.generate(**p.options)
         infotext = ", ".join(f"{name}: {value}" for name, value in p.extra_generation_params.items())
         return SimpleNamespace(
-            images=[picture], infotexts=[infotext], p=p, extra_generation_params=p.extra_generation_params
+            images=[image], infotexts=[infotext], p=p, extra_generation_params=p.extra_generation_params
         )
 
     @torch.no_grad()

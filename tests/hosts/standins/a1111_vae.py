@@ -70,10 +70,10 @@ def decode(sd_model: Any, latents: torch.Tensor, dtype: torch.dtype = torch.floa
 
 
 @torch.no_grad()
-def encode(sd_model: Any, picture: torch.Tensor) -> torch.Tensor:
+def encode(sd_model: Any, image: torch.Tensor) -> torch.Tensor:
     """A latent that is drawn, as img2img and hires fix begin with."""
     vae = sd_model.first_stage_model
-    moments = vae.encode(picture.to(vae.dtype))
+    moments = vae.encode(image.to(vae.dtype))
     mean, logvar = moments.float().cpu().chunk(2, 1)
     noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(3))
     return mean + noise * torch.exp(0.5 * logvar.clamp(-30, 20))

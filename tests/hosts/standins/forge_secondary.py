@@ -172,8 +172,8 @@ def encode(host: Any, size: int = 16) -> torch.Tensor:
     """What img2img begins with: the job's function is called, then the VAE, then the sampler."""
     job = SimpleNamespace(override_settings={}, extra_generation_params={})
     sys.modules["modules.processing"].process_images_inner(job)
-    picture = torch.linspace(-1, 1, 3 * size * size).view(1, 3, size, size)
-    return host.model_data.sd_model.forge_objects.vae.first_stage_model.encode(picture.to(host.place)).cpu()
+    image = torch.linspace(-1, 1, 3 * size * size).view(1, 3, size, size)
+    return host.model_data.sd_model.forge_objects.vae.first_stage_model.encode(image.to(host.place)).cpu()
 
 
 @torch.inference_mode()

@@ -101,14 +101,14 @@ class Host:
     def reasons(self) -> str:
         return " | ".join(self.status()["reasons"])
 
-    def picture(self, **job: Any) -> torch.Tensor:
+    def image(self, **job: Any) -> torch.Tensor:
         return self.processing.process_images(**job)
 
     def stock(self, **job: Any) -> torch.Tensor:
         """The same job with the extension switched off."""
         self.opts.sfast_enabled = False
         try:
-            return self.picture(**job)
+            return self.image(**job)
         finally:
             self.opts.sfast_enabled = True
 

@@ -41,7 +41,7 @@ SD15 = Proportions(1.60, 0.23, 22, 22)  # 512x512: 0.375 GiB to decode
 SDXL = Proportions(4.78, 1.55, 24, 24)  # 1024x1024: 1.5 GiB
 
 
-_pictures: dict[Any, torch.Tensor] = {}
+_images: dict[Any, torch.Tensor] = {}
 
 
 class CLIPTextModel(nn.Module):
@@ -135,8 +135,8 @@ class CardHost:
     def unet(self) -> Any:
         return self.host.modeldata.model_data.sd_model.unet
 
-    def picture(self, **job: Any) -> torch.Tensor:
-        return self.host.picture(**self._sized(job))
+    def image(self, **job: Any) -> torch.Tensor:
+        return self.host.image(**self._sized(job))
 
     def stock(self, **job: Any) -> torch.Tensor:
         return self.host.stock(**self._sized(job))
@@ -157,9 +157,9 @@ class CardHost:
     def expected(self, seed: int = 0, **job: Any) -> torch.Tensor:
         """What `stock` gives for a checkpoint, made once for all cards: for tests that ask for nothing else of it."""
         key = self.like, self.dtype, seed, tuple(job.items())
-        if key not in _pictures:
-            _pictures[key] = self._stock_of_a_fresh_one(seed, **job)
-        return _pictures[key]
+        if key not in _images:
+            _images[key] = self._stock_of_a_fresh_one(seed, **job)
+        return _images[key]
 
     def job(self, expected: torch.Tensor | None = None, **job: Any) -> dict[str, int]:
         """Make an image; what was counted meanwhile.
@@ -171,11 +171,11 @@ class CardHost:
         before = {name: report.counter(name) for name in names}
         runs, refused = self.host.runs(), self.card.refused
         self.card.peak = 0
-        picture = self.picture(**job)
+        image = self.image(**job)
         assert self.card.refused == refused and not self.card.faults and not self.shared.warnings
         if expected is not None:
             half = self.dtype != torch.float32
-            torch.testing.assert_close(picture, expected, rtol=0.1 if half else 1e-3, atol=0.1 if half else 1e-4)
+            torch.testing.assert_close(image, expected, rtol=0.1 if half else 1e-3, atol=0.1 if half else 1e-4)
         counted = {name: report.counter(name) - before[name] for name in names}
         assert not counted.pop("errors"), self.host.status()["last_error"]
         return {"runs": self.host.runs() - runs, **counted}

@@ -26,7 +26,7 @@ OLDER = triton_runtime.AVAILABLE and int(triton_runtime.triton.__version__.split
 GPU = torch.device("cuda", 0)
 FUNCTIONS = (layer_norm.layer_norm_kernel, geglu.geglu_kernel, bias_add.bias_add_kernel)
 KERNELS = (*FUNCTIONS, one_pass.group_norm_one_pass_kernel)
-NORMED, PICTURE = (2, 64, 320), (2, 320, 8, 8)
+NORMED, IMAGE = (2, 64, 320), (2, 320, 8, 8)
 
 
 def graph_of(*calls):
@@ -51,8 +51,8 @@ def network():
         (layer_norm.launch, (2, 64, 640), (640,), (640,), 1e-5),
         (layer_norm.launch, (2, 64, 641), (641,), (641,), 1e-5),  # no multiple of 16
         (geglu.launch, (2, 64, 2560)),
-        (bias_add.launch, PICTURE, (320,), PICTURE),
-        (group_norm.launch, PICTURE, 32, (320,), (320,), 1e-5),
+        (bias_add.launch, IMAGE, (320,), IMAGE),
+        (group_norm.launch, IMAGE, 32, (320,), (320,), 1e-5),
         (attention.launch, (2, 4, 64, 64), (2, 4, 64, 64), (2, 4, 64, 64)),
         (torch.add, NORMED, NORMED),
     )
@@ -161,7 +161,7 @@ def small():
     return graph_of(
         (layer_norm.launch, NORMED, (320,), (320,), 1e-5),
         (geglu.launch, (2, 64, 2560)),
-        (bias_add.launch, PICTURE, (320,), PICTURE),
+        (bias_add.launch, IMAGE, (320,), IMAGE),
     )
 
 
@@ -183,7 +183,7 @@ def test_what_is_compiled_ahead_is_what_a_launch_looks_for(card, monkeypatch, ea
     calls = [
         (layer_norm.launch, [torch.zeros(NORMED), torch.zeros(320), torch.zeros(320)], [1e-5]),
         (geglu.launch, [torch.zeros(2, 64, 2560)], []),
-        (bias_add.launch, [torch.zeros(PICTURE), torch.zeros(320), torch.zeros(PICTURE)], []),
+        (bias_add.launch, [torch.zeros(IMAGE), torch.zeros(320), torch.zeros(IMAGE)], []),
     ]
     for function, tensors, rest in calls:
         with triton_runtime.dry_run(GPU) as collected:
@@ -199,19 +199,19 @@ def test_what_a_further_size_launches_is_compiled_but_not_loaded(card, monkeypat
     driver, launchers = importlib.import_module("triton.runtime.driver").driver, []
     monkeypatch.setattr(driver.active, "launcher_cls", lambda src, metadata: launchers.append(src), raising=False)
 
-    def pictures(*sides):
+    def images(*sides):
         return graph_of(*[(group_norm.launch, (2, 1280, side, side), 32, None, None, 1e-5) for side in sides])
 
-    assert precompile.precompile(pictures(8), GPU) == 1 == len(card)
+    assert precompile.precompile(images(8), GPU) == 1 == len(card)
     finish()
     compiled = kept(one_pass.group_norm_one_pass_kernel)
     assert len(compiled) == 2 and len(card) == 1
     (src,) = launchers  # of the one that was not loaded
     assert src.fn is one_pass.group_norm_one_pass_kernel
-    for launch in precompile.launches(pictures(8, 16), GPU).values():
+    for launch in precompile.launches(images(8, 16), GPU).values():
         launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
     assert kept(one_pass.group_norm_one_pass_kernel) == compiled
-    assert precompile.precompile(pictures(16), GPU) == 1  # loads it
+    assert precompile.precompile(images(16), GPU) == 1  # loads it
     assert len(card) == 2
 
 

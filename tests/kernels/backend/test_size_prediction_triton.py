@@ -75,7 +75,7 @@ def triton(nvrtc_calls, monkeypatch):
     finish()
 
 
-def pictures(height, width, *more):
+def images(height, width, *more):
     """Norms of two levels, and of the lower one's pixels."""
     below = halved(height, 2), halved(width, 2)
     return graph_of(
@@ -113,18 +113,18 @@ def empty(*size):
 
 
 OPERANDS = {
-    "picture": lambda h, w: empty(2, 4, h, w),
+    "image": lambda h, w: empty(2, 4, h, w),
     "channels last": lambda h, w: empty(2, 320, h, w).to(memory_format=torch.channels_last),
     "of a level": lambda h, w: empty(2, 640, halved(h), halved(w)),
     "of the lowest level": lambda h, w: empty(2, 1280, halved(h, 3), halved(w, 3)),
     "half of the channels": lambda h, w: empty(2, 640, h, w)[:, 320:],
     "pixels": lambda h, w: empty(2, halved(h) * halved(w), 640),
-    "pixels of a picture": lambda h, w: empty(2, 320, h, w).flatten(2).transpose(1, 2),
+    "pixels of an image": lambda h, w: empty(2, 320, h, w).flatten(2).transpose(1, 2),
     "heads": lambda h, w: empty(2, h * w, 320).view(2, h * w, 8, 40).transpose(1, 2),
     "heads one after another": lambda h, w: empty(2, 8, h * w, 40),
     "packed": lambda h, w: empty(2, h * w, 960)[..., 320:640],
     "packed heads": lambda h, w: empty(2, h * w, 960)[..., 640:].view(2, h * w, 8, 40).transpose(1, 2),
-    "one picture for all": lambda h, w: empty(1, 320, h, w).expand(2, -1, -1, -1),
+    "one image for all": lambda h, w: empty(1, 320, h, w).expand(2, -1, -1, -1),
     "prompt": lambda h, w: empty(2, 77, 768),
     "keys of a prompt": lambda h, w: empty(2, 77, 320).view(2, 77, 8, 40).transpose(1, 2),
     "number of each channel": lambda h, w: empty(2, 320, 1, 1),
@@ -168,8 +168,8 @@ def test_a_weight_as_large_as_an_image_stays():
 
 def test_levels_are_only_those_that_images_have():
     few = size_prediction._value(empty(2, 8, 16, 40))  # as an image prompt has
-    picture, low = size_prediction._value(empty(2, 4, 64, 64)), size_prediction._value(empty(2, 4, 4, 4))
-    for given, length in (((picture,), 16), ((picture, low), 36)):
+    image, low = size_prediction._value(empty(2, 4, 64, 64)), size_prediction._value(empty(2, 4, 4, 4))
+    for given, length in (((image,), 16), ((image, low), 36)):
         (call,) = size_prediction.resized([size_prediction.Call(None, (*given, few), {})], (64, 64), (96, 96))
         assert call.args[-1].size == (2, 8, length, 40)
 
@@ -202,8 +202,8 @@ def test_the_latent_is_the_largest_image_that_goes_in():
 
 
 def test_what_further_sizes_launch_was_compiled_before(triton):
-    first = pictures(64, 64)
-    others = [pictures(64, 72), pictures(96, 96), pictures(80, 64), pictures(128, 128), pictures(32, 32)]
+    first = images(64, 64)
+    others = [images(64, 72), images(96, 96), images(80, 64), images(128, 128), images(32, 32)]
     new = set().union(*map(keys, others)) - keys(first)
     assert len(new) >= 2
     assert precompile.precompile(first, GPU) == len(keys(first))
@@ -217,7 +217,7 @@ def test_what_further_sizes_launch_was_compiled_before(triton):
 
 
 def test_a_size_of_which_all_is_compiled_has_further_ones_all_the_same(triton, monkeypatch):
-    first = pictures(64, 64)
+    first = images(64, 64)
     precompile.precompile(first, GPU)
     finish()
     compiled = triton.beside[:]
@@ -241,7 +241,7 @@ def test_kernels_in_cuda_are_compiled_first(triton, nvrtc_calls):
 
     nvrtc_calls.answer, triton.answer = lambda constants: note("cuda") or b"code", lambda kernel: note("triton")
     convolution = conv2d.launch, (2, 640, 64, 64), (640, 640, 3, 3)
-    precompile.precompile(pictures(64, 64, convolution), GPU)
+    precompile.precompile(images(64, 64, convolution), GPU)
     finish()
     first = order.index("triton")
     assert first > 0 and order[first + 1 : first + 5] == ["cuda"] * 4
@@ -263,7 +263,7 @@ def test_kernels_of_triton_wait_until_first_calls_are_over(triton, nvrtc_calls, 
 
     monkeypatch.setattr(precompile, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
     triton.answer = answer
-    precompile.precompile(pictures(64, 64), GPU)
+    precompile.precompile(images(64, 64), GPU)
     assert set(until) == {3700.0} and later._due == 3800.0  # from its beginning, and from its end
     add(family(), 0)
     end = time.monotonic() + 300
@@ -298,7 +298,7 @@ def test_what_triton_does_not_compile_keeps_nothing_else_from_it(triton, caplog,
         if kernel is two_pass.group_norm_normalise_kernel and threading.current_thread().name == BESIDE:
             raise error
 
-    first = pictures(64, 64)
+    first = images(64, 64)
     latent, called = size_prediction.latent(first), size_prediction.calls(first)
     wanted = {}
     for size in size_prediction.likely_sizes(latent):
@@ -326,7 +326,7 @@ def test_what_was_in_another_threads_way_is_compiled_after_all_for_a_further_siz
                 raise SystemError("AST constructor recursion depth mismatch (before=45, after=164)")
 
     triton.answer = answer
-    precompile.precompile(pictures(64, 64), GPU)
+    precompile.precompile(images(64, 64), GPU)
     finish()
     assert [triton.beside.count(key) for key in dict.fromkeys(triton.beside)][:2] == [2, 1]
 
@@ -341,7 +341,7 @@ def test_a_call_that_raises_at_another_size_is_left_out():
 
 def test_nothing_of_a_model_is_kept_for_further_sizes(triton, monkeypatch):
     monkeypatch.setattr(precompile, "_PAUSE", 3600)
-    graph, mode = pictures(64, 64), FakeTensorMode()
+    graph, mode = images(64, 64), FakeTensorMode()
     placeholders = [node for node in graph.nodes if "val" in node.meta]
     for node in placeholders:
         with mode:
@@ -400,5 +400,5 @@ def test_without_triton_nothing_is_compiled_for_further_sizes(triton, monkeypatc
     monkeypatch.setattr(triton_runtime, name, value)
     monkeypatch.setattr(portable, "multiprocessors", lambda device: 132)
     # without Triton the kernels in CUDA C++ are compiled: three of group norm, and layer norm
-    assert precompile.precompile(pictures(64, 64), GPU) == (0 if value else 4)
+    assert precompile.precompile(images(64, 64), GPU) == (0 if value else 4)
     assert len(started) == (not value) and triton.ahead == []

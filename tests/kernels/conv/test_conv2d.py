@@ -33,7 +33,7 @@ def operands(shape, dtype, device):
     return x.to(memory_format=NHWC), weight.to(memory_format=NHWC)
 
 
-def picture(shape, dtype=torch.float16):
+def image(shape, dtype=torch.float16):
     """One without memory."""
     return torch.empty(shape, dtype=dtype, device="meta").to(memory_format=NHWC)
 
@@ -134,13 +134,13 @@ def test_what_it_does_not_read():
         "channels": operands((2, 96, 48, 48, 320), torch.float16, CUDA),
         "columns by fours": (x, weight[:92]),
         "float32": (x.float(), weight.float()),
-        "a picture in NCHW": (x.contiguous(), weight),
+        "an image in NCHW": (x.contiguous(), weight),
         "a weight in NCHW": (x, weight.contiguous()),
         "every other row": (x[:, :, ::2], weight),
         "at 2 bytes": (odd, weight),
         "1x1": (x, weight[:, :, :1, :1].contiguous(memory_format=NHWC)),
         "5x5": (x, F.pad(weight, (1, 1, 1, 1)).contiguous(memory_format=NHWC)),
-        "no picture": (x[:0], weight),
+        "no image": (x[:0], weight),
     }
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         for name, args in refused.items():
@@ -197,7 +197,7 @@ def test_without_the_kernel_it_is_the_librarys(monkeypatch):
 
 def test_so_many_pixels_are_left_to_others(monkeypatch):
     def takes(images, height, width):
-        return conv2d.profitable(picture((images, 64, height, width)), picture((160, 64, 3, 3)))
+        return conv2d.profitable(image((images, 64, height, width)), image((160, 64, 3, 3)))
 
     monkeypatch.setattr(conv2d, "_cudnn", lambda x, columns: math.inf)
     fewest, (last, first) = conv2d.MAX_PIXELS_AS_PRODUCT, conv2d._IN_PARTS
@@ -221,7 +221,7 @@ def test_so_many_pixels_are_left_to_others(monkeypatch):
 )
 def test_what_cudnn_has_sooner_is_left_to_it(monkeypatch, shape, wanted):
     monkeypatch.setattr(conv2d, "multiprocessors", lambda device: 132)
-    assert conv2d.profitable(picture(shape[:4]), picture((shape[4], shape[1], 3, 3))) == wanted
+    assert conv2d.profitable(image(shape[:4]), image((shape[4], shape[1], 3, 3))) == wanted
 
 
 SIZES = [1, 2, 3, 5, 8, 9, 17, 130]
@@ -230,15 +230,15 @@ SIZES = [1, 2, 3, 5, 8, 9, 17, 130]
 def test_boxes_cover_each_pixel_once_and_are_the_fewest():
     pixels, powers = 128, [1 << bit for bit in range(8)]
     for images, height, width in product((1, 2, 3, 16), SIZES, SIZES):
-        (across, down), (wide_, high, deep) = conv2d._boxes(picture((images, 64, height, width)))
+        (across, down), (wide_, high, deep) = conv2d._boxes(image((images, 64, height, width)))
         columns, rows = 1 << across, 1 << down
         assert pixels % (columns * rows) == 0
         some = pixels // (columns * rows)
         covered = torch.zeros(images, height, width, dtype=torch.int)
         for box in range(wide_ * high * deep):  # as csrc/conv2d.cu finds its place
-            x, y, image = box % wide_ * columns, box // wide_ % high * rows, box // (wide_ * high) * some
-            assert x < width and y < height and image < images
-            covered[image : image + some, y : y + rows, x : x + columns] += 1
+            x, y, first = box % wide_ * columns, box // wide_ % high * rows, box // (wide_ * high) * some
+            assert x < width and y < height and first < images
+            covered[first : first + some, y : y + rows, x : x + columns] += 1
         assert covered.eq(1).all(), (images, height, width)
         fewest = min(
             -(-width // i) * -(-height // j) * -(-images // (pixels // (i * j)))
@@ -267,7 +267,7 @@ def h200(monkeypatch):
     ids=str,
 )
 def test_the_tile_that_takes_least(shape, width, shared, h200):
-    tile = conv2d.best(picture(shape[:4]), shape[4])
+    tile = conv2d.best(image(shape[:4]), shape[4])
     assert (tile.width, tile.split > 1) == (width, shared)
 
 
@@ -275,7 +275,7 @@ def test_blocks_that_share_a_sum_all_run_at_once(h200):
     """Else those that wait for others would keep them from beginning."""
     split, sides = 0, (5, 8, 12, 16, 24, 33, 64)
     for images, side, channels, columns in product((1, 2, 3, 8), sides, (64, 1280), (80, 320, 1280)):
-        x = picture((images, channels, side, side + 1))
+        x = image((images, channels, side, side + 1))
         tile = conv2d.best(x, columns)
         if tile.split > 1:
             blocks = math.prod(conv2d._boxes(x)[1]) * -(-columns // tile.width) * tile.split
@@ -285,9 +285,9 @@ def test_blocks_that_share_a_sum_all_run_at_once(h200):
 
 
 def test_pairs_share_a_large_weight_and_compute_no_tile_for_nothing(h200):
-    assert conv2d.best(picture((2, 1280, 32, 32)), 1280).pair == 2
-    assert conv2d.best(picture((2, 640, 64, 64)), 640).pair == 1
-    assert conv2d.best(picture((2, 1280, 33, 57)), 1280).pair == 1  # 33 tiles of pixels
+    assert conv2d.best(image((2, 1280, 32, 32)), 1280).pair == 2
+    assert conv2d.best(image((2, 640, 64, 64)), 640).pair == 1
+    assert conv2d.best(image((2, 1280, 33, 57)), 1280).pair == 1  # 33 tiles of pixels
 
 
 needs_no_interpreter = pytest.mark.skipif(
@@ -297,7 +297,7 @@ needs_no_interpreter = pytest.mark.skipif(
 
 def asked_by(shape, dtype, groups):
     """The constants of a launch, with statistics if there are groups; None if the kernel is not launched."""
-    x, weight = picture(shape[:4], dtype), picture((shape[4], shape[1], 3, 3), dtype)
+    x, weight = image(shape[:4], dtype), image((shape[4], shape[1], 3, 3), dtype)
     with triton_runtime.dry_run(torch.device("cuda", 0)) as collected:
         if not groups:
             conv2d.launch(x, weight)
@@ -355,7 +355,7 @@ def test_slots_fit_a_block(tile):
 def test_it_is_compiled_ahead_for_what_it_will_launch(h200, monkeypatch, layout):
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), object()))
-    x, weight = (picture(shape).contiguous(memory_format=layout) for shape in ((2, 1280, 32, 32), (1280, 1280, 3, 3)))
+    x, weight = (image(shape).contiguous(memory_format=layout) for shape in ((2, 1280, 32, 32), (1280, 1280, 3, 3)))
     with triton_runtime.dry_run(torch.device("cuda", 0)) as collected:
         out = conv2d.launch(x, weight)
     assert out.shape == x.shape and out.is_contiguous(memory_format=NHWC)

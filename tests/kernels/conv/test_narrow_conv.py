@@ -56,8 +56,8 @@ def test_sizes(device, dtype, sizes, bias):
 def test_strided_images(device, sizes):
     x, weight, bias = operands(sizes, HALF, device)
     wide = torch.cat([x, x], 3)
-    for picture in (wide[..., ::2], wide[..., 3:11], x.transpose(2, 3), x[1:], x.flip(0)[:, :, 1:]):
-        right(picture, weight, bias)
+    for image in (wide[..., ::2], wide[..., 3:11], x.transpose(2, 3), x[1:], x.flip(0)[:, :, 1:]):
+        right(image, weight, bias)
 
 
 def test_zeros_around_and_nothing_of_the_next_image(device):

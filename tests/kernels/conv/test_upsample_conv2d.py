@@ -48,8 +48,8 @@ def test_what_it_holds_beside_its_result():
 def test_strided_images(device):
     x, weight = operands((2, 128, 128, 3, 4), HALF, device)
     wide = torch.cat([x, x], 3)
-    for picture in (x.contiguous(), wide[..., ::2], wide[..., 3:6], x.transpose(2, 3), x[1:], x.flip(0)[:, :, 1:]):
-        right(picture, weight)
+    for image in (x.contiguous(), wide[..., ::2], wide[..., 3:6], x.transpose(2, 3), x[1:], x.flip(0)[:, :, 1:]):
+        right(image, weight)
 
 
 def test_zeros_around_and_nothing_of_the_next_image(device):

@@ -74,10 +74,10 @@ def test_shapes(device, path, shape, groups):
     check(add_group_norm.launch(*args), expected(add_group_norm, *args), torch.float32)
 
 
-PICTURES = [((2, 320, 8, 8), 8), ((1, 640, 5, 7), 8), ((2, 40, 16, 16), 8)]
+IMAGES = [((2, 320, 8, 8), 8), ((1, 640, 5, 7), 8), ((2, 40, 16, 16), 8)]
 
 
-@pytest.mark.parametrize(("path", "shape", "groups"), taken(PICTURES), indirect=["path"], ids=str)
+@pytest.mark.parametrize(("path", "shape", "groups"), taken(IMAGES), indirect=["path"], ids=str)
 def test_patches(device, path, shape, groups):
     x, bias, residual, weight, term = operands(shape, torch.float32, device)
     args = (x, bias, residual, 0.7, groups, weight, term, 1e-5, True, None, True)

@@ -72,10 +72,10 @@ def test_shapes(device, path, shape, groups):
         close(y, exact)
 
 
-PICTURES = [((320, 160, 8, 8), 8), ((640, 320, 5, 7), 8), ((24, 16, 16, 16), 8)]
+IMAGES = [((320, 160, 8, 8), 8), ((640, 320, 5, 7), 8), ((24, 16, 16, 16), 8)]
 
 
-@pytest.mark.parametrize(("path", "shape", "groups"), taken(PICTURES), indirect=["path"], ids=str)
+@pytest.mark.parametrize(("path", "shape", "groups"), taken(IMAGES), indirect=["path"], ids=str)
 def test_patches(device, path, shape, groups):
     a, bias, b, weight, term = operands(2, shape, torch.float32, device)
     args = (a, bias, None, b, groups, weight, term, 1e-5, True, None, True)

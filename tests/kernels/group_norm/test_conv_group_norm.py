@@ -141,13 +141,13 @@ def test_on_a_cpu_the_kernels_follow_each_other():
         args = operands((2, 64, 9, 7, 320), torch.float32, CPU, added=added)
         x, conv, shift, residual, *norm = args
         total, y = conv_group_norm.launch(*args, silu=True)
-        picture = conv2d.fallback(x, conv)
+        image = conv2d.fallback(x, conv)
         if added:
-            wanted = add_group_norm.launch(picture, shift, residual, 1.0, *norm, True)
+            wanted = add_group_norm.launch(image, shift, residual, 1.0, *norm, True)
             assert torch.equal(total, wanted[0]) and torch.equal(y, wanted[1])
         else:
             assert total is None
-            assert torch.equal(y, group_norm.launch(picture, *norm, shift, True))
+            assert torch.equal(y, group_norm.launch(image, *norm, shift, True))
 
 
 def test_the_reference_is_what_it_stands_for():

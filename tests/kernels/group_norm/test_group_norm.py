@@ -39,7 +39,7 @@ SHAPES = [
 ]
 
 # of which patches are made
-PICTURES = [((2, 320, 8, 8), 8), ((1, 640, 5, 7), 8), ((2, 64, 1, 9), 8), ((1, 96, 12, 1), 8), ((2, 40, 16, 16), 8)]
+IMAGES = [((2, 320, 8, 8), 8), ((1, 640, 5, 7), 8), ((2, 64, 1, 9), 8), ((1, 96, 12, 1), 8), ((2, 40, 16, 16), 8)]
 
 
 # if an image is of one part, many parts are the same once more
@@ -239,7 +239,7 @@ def test_results_repeat(device, path):
 
 @pytest.mark.parametrize(
     ("path", "shape", "groups", "silu"),
-    [(*case, bool(i % 2)) for i, case in enumerate(taken(PICTURES))],
+    [(*case, bool(i % 2)) for i, case in enumerate(taken(IMAGES))],
     indirect=["path"],
     ids=str,
 )

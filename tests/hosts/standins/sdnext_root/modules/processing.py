@@ -14,8 +14,8 @@ from modules.modeldata import model_data
 
 def process_images_inner(p: Any) -> Any:
     """A request: its result has what the answer's `info` is made of."""
-    picture = process_images(**p.options)
-    return SimpleNamespace(images=[picture], extra_generation_params=p.extra_generation_params)
+    image = process_images(**p.options)
+    return SimpleNamespace(images=[image], extra_generation_params=p.extra_generation_params)
 
 
 def process_images(

@@ -1,4 +1,4 @@
-"""Seconds for a picture in a real WebUI, with this checkout as an extension and without.
+"""Seconds for an image in a real WebUI, with this checkout as an extension and without.
 
     SFAST_A1111_DIR=... python -m benchmarks.webui --json benchmarks/results/webui-h200.json
     SFAST_SDNEXT_DIR=... python -m benchmarks.webui --host sdnext --flags=--medvram --breakdown 3
@@ -6,11 +6,11 @@
     python -m benchmarks.webui --model sdxl --size 1024x1024 --kind txt2img --kind hires --breakdown 3
     SFAST_FORGE_DIR=... python -m benchmarks.webui --host forge-neo --model sdxl --size 1024x1024 --card 8
 
-For each set of flags a WebUI for each way on one GPU, each with its model loaded. All make the same pictures in turns,
+For each set of flags a WebUI for each way on one GPU, each with its model loaded. All make the same images in turns,
 through the API: a request's whole time, with text model, sampling, VAE and PNG. Weights are random, as many as SD 1.5
 or SDXL has, unless a checkpoint is named. Where the WebUI is and by what it runs is told as for `tests/hosts/live`, see
-`a1111.py` and `sdnext.py` there. A breakdown is of further pictures, each of another prompt, under the profiler
-(`probe.py`, `breakdown.py`). A VAE's plan is made when it pays, on a fast GPU after tens of pictures: with
+`a1111.py` and `sdnext.py` there. A breakdown is of further images, each of another prompt, under the profiler
+(`probe.py`, `breakdown.py`). A VAE's plan is made when it pays, on a fast GPU after tens of images: with
 `--vae-plans-at-once` with the second one, so that the others are as those to come. A card of less memory is emulated
 for each WebUI (`small_card/sitecustomize.py`).
 """
@@ -67,7 +67,7 @@ def payload_of(host: Host, kind: str, width: int, height: int, options: argparse
 
 
 def numbered(payload: dict[str, Any], kind: str, number: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The request of one picture: its seed, if asked for its prompt, and for faces sizes that no other picture has."""
+    """The request of one image: its seed, if asked for its prompt, and for faces sizes that no other image has."""
     said = {**payload, "seed": number}
     if options.another_prompt:
         said["prompt"] = f"{payload['prompt']}, {number}"
@@ -85,14 +85,14 @@ def size_of(number: int, width: int, height: int) -> tuple[int, int]:
 
 
 def taken(webui: Any, kind: str, payload: dict[str, Any]) -> tuple[float, str]:
-    """Seconds that a picture took, and the first picture."""
+    """Seconds that an image took, and the first image."""
     began = time.perf_counter()
     answer = webui.post(f"/sdapi/v1/{'img2img' if kind == 'img2img' else 'txt2img'}", payload)
     return time.perf_counter() - began, answer["images"][0]
 
 
 def taken_apart(webui: Any, kind: str, payload: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """The breakdown of so many pictures. The profiler's own start is in one before them."""
+    """The breakdown of so many images. The profiler's own start is in one before them."""
     webui.post("/sfast-probe/start", {})
     requests = []
     for number in range(options.breakdown + 1):
@@ -106,12 +106,12 @@ def taken_apart(webui: Any, kind: str, payload: dict[str, Any], options: argpars
     for request in requests[1:]:
         phases = [breakdown.Span(*phase) for phase in probed["phases"] if request.begin <= phase[1] < request.end]
         busy = [(begin, end) for begin, end in probed["busy"] if request.begin <= begin < request.end]
-        found.append(breakdown.of_picture([request, *phases], busy))
+        found.append(breakdown.of_image([request, *phases], busy))
     return breakdown.mean(found)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All WebUIs, started at once, and their pictures in turns; a row for each kind, size and flags. The file that the
+    """All WebUIs, started at once, and their images in turns; a row for each kind, size and flags. The file that the
     options name is written after each size."""
     host = HOSTS[options.host](folder, options)
     rows: list[dict[str, Any]] = []
@@ -131,7 +131,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         stack.enter_context(turn(options.turn))
         for kind in options.kinds:
             for size in options.sizes:
-                rows += pictures(host, webuis, options, kind, *size)
+                rows += images(host, webuis, options, kind, *size)
                 if options.json:
                     records.write(options.json, found)
     return found
@@ -168,10 +168,10 @@ def turn(told: str | None) -> Iterator[None]:
         yield
 
 
-def pictures(
+def images(
     host: Host, webuis: dict[tuple[str, str], Any], options: argparse.Namespace, kind: str, width: int, height: int
 ) -> list[dict[str, Any]]:
-    """The pictures of one kind and size, all WebUIs in turns; a row for each set of flags."""
+    """The images of one kind and size, all WebUIs in turns; a row for each set of flags."""
     from tests.hosts.live import a1111, forge
     from tests.hosts.live.webui import difference
 
@@ -184,7 +184,7 @@ def pictures(
     before = {flags: webuis[flags, "extended"].get("/sfast/v1/status") for flags in options.flags}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in webuis}
     apart: dict[str, list[float]] = {flags: [] for flags in options.flags}
-    for seed in range(options.pictures + 1):
+    for seed in range(options.images + 1):
         made = {}
         for key, webui in webuis.items():
             if key[1] == "stock" and options.stock is not None and seed > options.stock:
@@ -207,9 +207,9 @@ def pictures(
             "flags": flags,
             "median_s": median,
             "ratio": round(median["stock"] / median["extended"], 3),
-            "first_picture_s": {way: times[0] for way, times in taken_by.items()},
+            "first_image_s": {way: times[0] for way, times in taken_by.items()},
             "total_s": {way: round(sum(times), 3) for way, times in taken_by.items()},
-            "picture_s": {way: times[1:] for way, times in taken_by.items()},
+            "images_s": {way: times[1:] for way, times in taken_by.items()},
             "reserved_mb": {way: _reserved(webuis[flags, way]) for way in options.ways},
             "apart_of_255": apart[flags],
             "plans_ran": a1111.count(status, "plans run") - a1111.count(before[flags], "plans run"),
@@ -268,7 +268,7 @@ def main() -> int:
         "sizes that never repeat; control (Forges, SD 1.5): with a ControlNet",
     )
     parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated (the GPU's own)")
-    parser.add_argument("--batch", type=int, default=1, help="pictures at once (%(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="images at once (%(default)s)")
     parser.add_argument(
         "--way",
         choices=sorted(WAYS.keys() - {"earlier"}),
@@ -279,12 +279,12 @@ def main() -> int:
     )
     earlier = "a checkout of an earlier state: one more WebUI with that (not SD.Next)"
     parser.add_argument("--earlier", type=Path, metavar="DIR", help=earlier)
-    parser.add_argument("--another-prompt", action="store_true", help="for each picture")
-    parser.add_argument("--breakdown", type=int, default=0, metavar="N", help="pictures that are taken apart (none)")
-    parser.add_argument("--vae-plans-at-once", action="store_true", help="with the second picture, not when they pay")
+    parser.add_argument("--another-prompt", action="store_true", help="for each image")
+    parser.add_argument("--breakdown", type=int, default=0, metavar="N", help="images that are taken apart (none)")
+    parser.add_argument("--vae-plans-at-once", action="store_true", help="with the second image, not when they pay")
     parser.add_argument("--size", type=cli.size, action="append", dest="sizes", metavar="WxH", help="default: 512x512")
     parser.add_argument("--steps", type=int, default=30, help="of the sampler, Euler a (%(default)s)")
-    parser.add_argument("--pictures", type=int, default=8, help="timed of each size, after the first (%(default)s)")
+    parser.add_argument("--images", type=int, default=8, help="timed of each size, after the first (%(default)s)")
     parser.add_argument(
         "--flags",
         action="append",

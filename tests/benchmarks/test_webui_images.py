@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("PIL")
 
-from benchmarks.webui import eight_bits, first_image, hosts, pictures, several
-from benchmarks.webui.pictures import PROMPT, numbered
+from benchmarks.webui import eight_bits, first_image, hosts, images, several
+from benchmarks.webui.images import PROMPT, numbered
 
 SAID = {"prompt": PROMPT, "width": 512, "height": 768, "steps": 30}
 
@@ -43,7 +43,7 @@ def test_runs_that_start_together_measure_one_after_another(tmp_path):
     order = []
 
     def run(number):
-        with pictures.turn(f"{tmp_path},{number},2"):
+        with images.turn(f"{tmp_path},{number},2"):
             order.append(("begin", number))
             time.sleep(0.5)
             order.append(("end", number))
@@ -54,7 +54,7 @@ def test_runs_that_start_together_measure_one_after_another(tmp_path):
     for each in runs:
         each.join()
     assert order == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]
-    with pictures.turn(None):
+    with images.turn(None):
         pass
 
 
@@ -102,7 +102,7 @@ def test_words_of_cases_in_8_bits():
     assert "step 1.20 of 12 GB" in said and "image 0.50 of today's" in said and "reserved 5120 MB" in said
     rows[today] = {"failed": "out of memory"}
     assert "of today's" not in eight_bits.words(eight, rows)
-    row: dict = {"picture_s": [9.0, 5.0, 2.0, 2.2, 2.1], "longer_s": [2.6, 2.5, 2.7]}
+    row: dict = {"images_s": [9.0, 5.0, 2.0, 2.2, 2.1], "longer_s": [2.6, 2.5, 2.7]}
 
     class Gone:
         def get(self, _):
@@ -111,7 +111,7 @@ def test_words_of_cases_in_8_bits():
     eight_bits.end(Gone(), row, argparse.Namespace(steps=20, brief=False))
     assert (row["first_s"], row["image_s"], row["step_ms"]) == (9.0, 2.1, 50.0)
     # those that are not timed were made at once
-    brief: dict = {"picture_s": [9.0, 5.0, 2.0, 2.2, 2.1]}
+    brief: dict = {"images_s": [9.0, 5.0, 2.0, 2.2, 2.1]}
     eight_bits.end(Gone(), brief, argparse.Namespace(steps=20, brief=True))
     assert brief["image_s"] == 2.1 and "first_s" not in brief
     cards = {each.card for each in eight_bits.cases_of("a1111", [6], larger=False)}
