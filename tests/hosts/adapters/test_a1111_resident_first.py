@@ -1,5 +1,5 @@
-"""AUTOMATIC1111 with 8 bits and --medvram on a small card: in the first image too, half-precision weights of layers stay
-in system memory."""
+"""AUTOMATIC1111 with 8 bits and --medvram on a small card: in the first image too, half-precision weights of layers
+stay in system memory."""
 
 from __future__ import annotations
 
