@@ -171,6 +171,7 @@ class Accelerator:
             self.report.new_generation()
             self._model.eight_bits.new_generation()
             self.arena.new_generation()
+            self._model.crowded = False
         self._server.new_generation()
         self._cache.new_generation()
         self._backoff.new_generation()

@@ -35,7 +35,7 @@ from sfast_ext.timing import Pace, Stopwatch
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged
 
 T = TypeVar("T")
-TRIES = 3
+TRIES = 4
 """Runs of the original forward for one call, if memory is freed after each but the last."""
 
 
@@ -220,7 +220,7 @@ class CallServer:
         """The original forward's result for a call without a plan. With `build`, also builds the plan."""
         rare = self._context.config.rare_calls
         lean = build and self._guarded(lambda: lean_calls.may_be(self._context, lookup.key), False)
-        if not lean:
+        if not lean and not self._context.model.crowded:
             # before the trace and the state, which would take it for what the forward does; what fails is met again
             # below
             with contextlib.suppress(WeightsAway, torch.cuda.OutOfMemoryError):

@@ -65,6 +65,7 @@ class ModelState(Generic[A]):
         lock: held while plans are added or removed.
         small: a device, and whether it is small for the model, see `residency.is_small`; None: not known yet.
         streams: whether forwards read weights from system memory for which the GPU has no room.
+        crowded: whether a forward found no room next to all weights in this generation, see `ModuleContext.make_way`.
         lean_failed: whether a plan could not be made while weights stayed in system memory, see `lean_calls`.
         builds_in: the thread that builds a plan of this model; None: none does.
         build_lock: held by the thread that builds a plan. One plan is built at a time, of all models: torch's modes for
@@ -77,7 +78,7 @@ class ModelState(Generic[A]):
         self.lock = threading.RLock()
         self.arena = WeightArena(module, self.turn)
         self.eight_bits = EightBits()
-        self.streams = self.lean_failed = False
+        self.streams = self.crowded = self.lean_failed = False
         self.builds_in: int | None = None
         self.small: tuple[torch.device, bool] | None = None
         self.build_lock = _BUILDING
@@ -176,6 +177,8 @@ class ModuleContext:
         if not self.arena.resident or self.arena.resident.is_streamed:
             with self.arena.order.host():
                 return forward(*args, **kwargs)
+        if self.model.crowded and self.arena.resident.out(self.device()):
+            return self._run_without_room(forward, args, kwargs)
         for last in (False, False, True):
             short = False
             try:
@@ -227,17 +230,42 @@ class ModuleContext:
 
     def tell_short(self) -> None:
         """Tell the user that weights stay in system memory, once until they have come."""
-        if not self.model.streams:
+        # who is crowded knows
+        if not self.model.streams and not self.model.crowded:
             self.model.streams = True
             self.report.event("8 bits", reasons.STREAMS())
 
+    def _leave_again(self, device: torch.device) -> bool:
+        """A forward is short of memory next to half-precision weights that came back: whether they left again. In this
+        generation forwards read them by layer. The next one brings them, if it has no plan: its images may be
+        smaller."""
+        resident, model = self.arena.resident, self.model
+        if not resident or resident.in_parts or resident.device != device or resident.out(device):
+            return False
+        if any(not plan.resident for each in model.accelerators() for plan in list(each.plans.values())):
+            return False
+        try:
+            with self.arena.exclusively(device, _WAIT_S):
+                resident.leave()
+        except Exception as exc:
+            # the host gives way instead
+            self.report.error("weights that leave the GPU", exc)
+            return False
+        model.crowded = resident.out(device)
+        if model.crowded:
+            torch.cuda.empty_cache()
+            self.report.event("8 bits", reasons.CROWDED())
+        return model.crowded
+
     def make_way(self) -> bool:
-        """A forward that is no plan is short of memory: whether CUDA graphs and banks were freed for it, or the host
-        gave way."""
+        """A forward that is no plan is short of memory: whether CUDA graphs and banks were freed for it,
+        half-precision weights left, or the host gave way."""
         device = self.device()
         if device is None or device.type != "cuda":
             return False
         if not pool_of(device).holds_memory:
+            if self._leave_again(device):
+                return True
             short = self.hooks.short_of_memory
             try:
                 return short is not None and short()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutations import Mutation
 
 _TESTS = "runtime/test_lean_calls.py::"
+_NO_ROOM = "runtime/test_resident_no_room.py::"
 _FIRST = "runtime/test_lean_first_calls.py::"
 _STAND_INS = "weights/stand_ins.py"
 _LEAN = "runtime/lean_calls.py"
@@ -12,6 +13,25 @@ _BUILDER = "runtime/plan_builder.py"
 _BROUGHT_BACK = (_TESTS + "test_weights_that_another_thread_brings_back",)
 
 MUTATIONS = [
+    Mutation(
+        "a forward that has no room next to all weights", "runtime/model_state.py",
+        "if self._leave_again(device):\n return True", "pass",
+        (_NO_ROOM + "test_a_forward_without_room_next_to_all_weights_reads_them_by_layer",),
+    ),
+    Mutation(
+        "what is known of it in a generation", "runtime/model_state.py",
+        "if self.model.crowded and self.arena.resident.out(self.device()):", "if False:",
+        (_NO_ROOM + "test_a_forward_without_room_next_to_all_weights_reads_them_by_layer",),
+    ),
+    Mutation(
+        "the next generation after one without room", "accelerator.py",
+        "self._model.crowded = False", "pass",
+        (_NO_ROOM + "test_a_forward_without_room_next_to_all_weights_reads_them_by_layer",),
+    ),
+    Mutation(
+        "one run more", "runtime/call_server.py", "TRIES = 4", "TRIES = 3",
+        (_NO_ROOM + "test_the_host_gives_way_if_there_is_none_by_layer_either",),
+    ),
     Mutation(
         "calls of another size that need no weights on the GPU", _LEAN,
         "if not resident.out(context.device()) or key.device != resident.device:", "if True:",

@@ -18,7 +18,8 @@ _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 MUTATIONS = [
     Mutation(
         "forwards that find weights in system memory and no room on the GPU", "runtime/model_state.py",
-        "return self._run_without_room(forward, args, kwargs)", "raise torch.cuda.OutOfMemoryError",
+        "if last or not self.make_way():\n return self._run_without_room(forward, args, kwargs)",
+        "if last or not self.make_way():\n                    raise torch.cuda.OutOfMemoryError",
         (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
     ),
     Mutation(
@@ -178,7 +179,8 @@ MUTATIONS = [
     ),
     Mutation(
         "weights of a forward over the module's", "accelerator.py",
-        "if not self.installed():\n (left_aside.let_go if self._released else left_aside.give_back)(self._context)", "pass",
+        "if not self.installed():\n (left_aside.let_go if self._released else left_aside.give_back)(self._context)",
+        "pass",
         (_TESTS + "test_a_forward_that_is_put_over_the_module_finds_its_weights",),
     ),
     Mutation(

@@ -30,23 +30,23 @@ def test_the_first_image(on: Running, monkeypatch: pytest.MonkeyPatch) -> None: 
         return real(*given)
 
     monkeypatch.setattr(lean_calls, "run", counted)
-    assert on.picture() < 0.06
+    assert on.image() < 0.06
     assert len(calls) == 1 and calls[0] > 5 and on.counter("weights_brought_back") == 0
     for networks in ((), (net("a", 0.5),), (net("a", 0.5),), ()):
-        assert on.picture(3, networks) < 0.1
+        assert on.image(3, networks) < 0.1
     assert len(calls) == 1 and on.counter("weights_brought_back") == 0 and on.counter("errors") == 0
 
 
 @pytest.mark.parametrize("on", [(MEDVRAM, 1.9)], indirect=True)
 def test_the_first_image_with_a_lora(on: Running) -> None:  # noqa: F811
     for networks in ((net("a", 0.5),), (net("a", 0.5),), ()):
-        assert on.picture(3, networks) < 0.1
+        assert on.image(3, networks) < 0.1
     assert on.counter("weights_brought_back") == 0 and on.counter("errors") == 0
 
 
 @pytest.mark.parametrize("on", [(MEDVRAM, 1.9)], indirect=True)
 def test_a_first_image_that_is_bypassed(on: Running) -> None:  # noqa: F811
     on.model.applied_token_merged_ratio = 0.5
-    assert on.picture() < 1e-3 and on.counter("weights_brought_back") == 1
+    assert on.image() < 1e-3 and on.counter("weights_brought_back") == 1
     on.model.applied_token_merged_ratio = 0.0
-    assert on.picture() < 0.06 and on.picture() < 0.06 and on.counter("errors") == 0
+    assert on.image() < 0.06 and on.image() < 0.06 and on.counter("errors") == 0
