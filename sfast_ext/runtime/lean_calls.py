@@ -31,7 +31,11 @@ from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.runtime.plan_runner import out_of_memory
 from sfast_ext.weights.aside import Hidden
+from sfast_ext.weights.streamed import tensors
 from sfast_ext.weights.weight import WeightsAway
+
+_COMMON = frozenset({"builtins", "torch", "sfast_ext"})
+"""Where classes are of exceptions that may be due to weights in system memory."""
 
 
 def may_be(context: ModuleContext, key: PlanKey) -> bool:
@@ -70,10 +74,16 @@ def run(
         state: what the forward can reach, as it was before.
         otherwise: runs it with all of them there, if this fails.
     """
-    containers = arguments.Containers(args, kwargs)
+    containers, device = arguments.Containers(args, kwargs), context.arena.resident.device
     try:
-        return context.run_by_layer(context.slot.original, *args, **context.unconsumed(kwargs))
+        result = context.run_by_layer(context.slot.original, *args, **context.unconsumed(kwargs))
+        if all(x.device == device for x in tensors(result)):
+            return result
+        # it may have gone to where the forward believes a weight to be
+        why: Reason | None = reasons.NOT_LEAN("original forward", Detail("a result is not on the GPU"))
     except Exception as exc:
+        if _is_theirs(exc):
+            raise
         why = None if out_of_memory(exc) else because(exc, "original forward")
     # after the handler: the exception keeps what the failed run had allocated
     containers.put_back()
@@ -84,6 +94,11 @@ def run(
     if why is not None:
         give_up(context, why)
     return result
+
+
+def _is_theirs(exc: BaseException | None) -> bool:
+    """Whether the model or a host has raised this itself, as to end a call. It may do so once."""
+    return exc is None or type(exc).__module__.partition(".")[0] not in _COMMON and _is_theirs(exc.__context__)
 
 
 def prepare(context: ModuleContext, device: torch.device) -> None:

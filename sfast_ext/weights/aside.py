@@ -148,7 +148,8 @@ class Hidden:
             now = aside.now
             for each in (value,) if now is value else (now, value):
                 if isinstance(each, torch.Tensor) and not each.numel():
-                    set_data(each, source)
+                    # the host may have asked for another dtype as well
+                    set_data(each, source.to(each.dtype))
         self._taken = {}
 
     @contextlib.contextmanager
