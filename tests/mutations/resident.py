@@ -178,7 +178,8 @@ MUTATIONS = [
     ),
     Mutation(
         "weights of a forward over the module's", "accelerator.py",
-        "if not self.installed():\n (left_aside.let_go if self._released else left_aside.give_back)(self._context)", "pass",
+        "if not self.installed():\n (left_aside.let_go if self._released else left_aside.give_back)(self._context)",
+        "pass",
         (_TESTS + "test_a_forward_that_is_put_over_the_module_finds_its_weights",),
     ),
     Mutation(
