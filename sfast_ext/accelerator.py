@@ -323,8 +323,9 @@ class Accelerator:
 
     def before_saving(self) -> None:
         """Restore the original layout of the parameters: libraries that save weights refuse other strides."""
-        if not self.restores_for_saving:
-            return
+        with self.arena.resident.standing:
+            if not self.restores_for_saving:
+                return
         try:
             # a copy has its weights on one device, as the module would have
             self._context.bring_back()

@@ -131,7 +131,7 @@ def standing_in(context: ModuleContext) -> Iterator[None]:
         WeightsInUse: one of them runs.
     """
     arena = context.arena
-    with arena.gate.exclusive(), arena.resident.standing_in():
+    with arena.gate.exclusive(), arena.resident.standing, arena.resident.standing_in():
         yield
 
 

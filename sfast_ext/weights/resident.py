@@ -54,6 +54,7 @@ class Resident:
         self._tracked, self._asides = tracked, dict[str, Aside]()
         self._copies, self._turn, self._thread = host_copies.HostCopies(), 0, threading.local()
         self.alone = threading.RLock()  # held while a forward has parameters of one layer after the other on the GPU
+        self.standing = threading.RLock()  # held while they stand in: they are without their values
         self.device: torch.device | None = None
         """That of the banks."""
         self._reading: Callable[[], set[int]] | None = None

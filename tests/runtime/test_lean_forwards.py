@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from pretended_card import GPU, Card
 from torch import nn
 from torch.nn import functional as F
 
-from sfast_ext.weights import expected
+from sfast_ext.runtime import lean_calls
+from sfast_ext.weights import arena, expected
 
 from .eight_bits import Net, On, changed
 from .test_lean_first_calls import FEW, move, moved
@@ -152,3 +154,23 @@ def test_a_move_to_another_dtype(card: Card) -> None:  # noqa: F811
     assert on.count("errors") == 0, on.words()
     on.acc.release()
     assert all(map(torch.equal, (p.cpu() for p in on.ours.parameters()), on.twin.parameters()))
+
+
+def test_what_another_thread_saves_has_its_values(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(arena, "RESTORE_WAIT_S", 0.05)
+    on, saved = started(), dict[str, Any]()
+
+    def bits(value: torch.Tensor) -> Any:
+        return value.detach().contiguous().view(torch.int16).numpy().copy()
+
+    def save() -> None:
+        with card, torch.no_grad():
+            saved.update((name, bits(value)) for name, value in on.ours.state_dict().items())
+
+    thread = threading.Thread(target=save)
+    with lean_calls.standing_in(on.acc._context):
+        thread.start()
+        thread.join(0.5)
+        assert not saved
+    thread.join(10)
+    assert all((saved[name] == bits(value)).all() for name, value in on.twin.state_dict().items())
