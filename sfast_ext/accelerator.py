@@ -169,9 +169,7 @@ class Accelerator:
         """
         if self.whole is None:
             self.report.new_generation()
-            self._model.eight_bits.new_generation()
-            self.arena.new_generation()
-            self._model.crowded = False
+            self._model.new_generation()
         self._server.new_generation()
         self._cache.new_generation()
         self._backoff.new_generation()
@@ -324,8 +322,9 @@ class Accelerator:
     def before_saving(self) -> None:
         """Restore the original layout of the parameters: libraries that save weights refuse other strides."""
         with self.arena.resident.standing:
-            if not self.restores_for_saving:
-                return
+            pass  # without their values weights are saved by nobody
+        if not self.restores_for_saving:
+            return
         try:
             # a copy has its weights on one device, as the module would have
             self._context.bring_back()

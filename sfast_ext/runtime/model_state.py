@@ -88,6 +88,12 @@ class ModelState(Generic[A]):
         protected."""
         return pool_of(device).lock if device.type == "cuda" else self.lock
 
+    def new_generation(self) -> None:
+        """A generation begins."""
+        self.eight_bits.new_generation()
+        self.arena.new_generation()
+        self.crowded = False
+
     def accelerators(self) -> tuple[A, ...]:
         """That of the whole and those of the parts."""
         return (self.whole, *self.parts)

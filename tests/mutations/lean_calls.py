@@ -6,6 +6,7 @@ from mutations import Mutation
 
 _TESTS = "runtime/test_lean_calls.py::"
 _NO_ROOM = "runtime/test_resident_no_room.py::"
+_FORWARDS = "runtime/test_lean_forwards.py::"
 _FIRST = "runtime/test_lean_first_calls.py::"
 _STAND_INS = "weights/stand_ins.py"
 _LEAN = "runtime/lean_calls.py"
@@ -13,6 +14,26 @@ _BUILDER = "runtime/plan_builder.py"
 _BROUGHT_BACK = (_TESTS + "test_weights_that_another_thread_brings_back",)
 
 MUTATIONS = [
+    Mutation(
+        "what is saved while weights stand in", _LEAN, "arena.resident.standing, arena", "arena",
+        (_FORWARDS + "test_what_another_thread_saves_has_its_values",),
+    ),
+    Mutation(
+        "results that are not on the GPU", _LEAN, "if all(x.device == device for x in tensors(result)):", "if True:",
+        (_FORWARDS + "test_each_call_gives_what_the_original_gives",),
+    ),
+    Mutation(
+        "what a host raises", _LEAN, "if _is_theirs(exc):", "if False:",
+        (_FORWARDS + "test_what_a_host_raises_once_is_raised",),
+    ),
+    Mutation(
+        "views that a forward keeps", "weights/streamed.py", "self._move_views()", "pass",
+        (_FORWARDS + "test_each_call_gives_what_the_original_gives",),
+    ),
+    Mutation(
+        "another dtype in a move", "weights/aside.py", "set_data(each, source.to(each.dtype))", "set_data(each, source)",
+        (_FORWARDS + "test_a_move_to_another_dtype",),
+    ),
     Mutation(
         "a forward that has no room next to all weights", "runtime/model_state.py",
         "if self._leave_again(device):\n return True", "pass",
@@ -24,8 +45,8 @@ MUTATIONS = [
         (_NO_ROOM + "test_a_forward_without_room_next_to_all_weights_reads_them_by_layer",),
     ),
     Mutation(
-        "the next generation after one without room", "accelerator.py",
-        "self._model.crowded = False", "pass",
+        "the next generation after one without room", "runtime/model_state.py",
+        "self.arena.new_generation()\n self.crowded = False", "self.arena.new_generation()",
         (_NO_ROOM + "test_a_forward_without_room_next_to_all_weights_reads_them_by_layer",),
     ),
     Mutation(
@@ -77,7 +98,8 @@ MUTATIONS = [
     ),
     Mutation(
         "original forwards of other threads meanwhile", _LEAN,
-        "with arena.gate.exclusive(), arena.resident.standing_in():", "with arena.resident.standing_in():",
+        "with arena.gate.exclusive(), arena.resident.standing, arena.resident.standing_in():",
+        "with arena.resident.standing_in():",
         (_TESTS + "test_original_forwards_of_other_threads_wait",),
     ),
     Mutation(
