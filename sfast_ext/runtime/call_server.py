@@ -35,7 +35,7 @@ from sfast_ext.timing import Pace, Stopwatch
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged
 
 T = TypeVar("T")
-TRIES = 4
+TRIES = 3
 """Runs of the original forward for one call, if memory is freed after each but the last."""
 
 
@@ -370,7 +370,8 @@ class CallServer:
         """
         context, containers = self._context, arguments.Containers(args, kwargs)
         with marked_as_building() if context.parts else contextlib.nullcontext():
-            for _ in range(TRIES - 1):
+            # one more if weights may leave again
+            for _ in range(TRIES - 1 + bool(context.arena.resident)):
                 try:
                     return context.run_forward(context.slot.original, *args, **context.unconsumed(kwargs))
                 except Exception as exc:
