@@ -22,8 +22,9 @@ from sfast_ext.kernels.backend.precompile import get_ready
 from sfast_ext.plans.payback import CaptureBackoff
 from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
-from sfast_ext.runtime import left_aside, residency
-from sfast_ext.runtime.call_server import CallServer, building
+from sfast_ext.runtime import lean_calls, left_aside, residency
+from sfast_ext.runtime.building import building
+from sfast_ext.runtime.call_server import CallServer
 from sfast_ext.runtime.model_state import ModelState, ModuleContext
 from sfast_ext.runtime.plan_builder import PlanBuilder
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, Waiting
@@ -168,8 +169,7 @@ class Accelerator:
         """
         if self.whole is None:
             self.report.new_generation()
-            self._model.eight_bits.new_generation()
-            self.arena.new_generation()
+            self._model.new_generation()
         self._server.new_generation()
         self._cache.new_generation()
         self._backoff.new_generation()
@@ -281,11 +281,18 @@ class Accelerator:
         with self._model.lock:
             return self._model.arena.fetch()
 
-    def keeping_aside(self, device: torch.device) -> contextlib.AbstractContextManager[Hidden | None]:
+    def keeping_aside(
+        self, device: torch.device, early: bool = False
+    ) -> contextlib.AbstractContextManager[Hidden | None]:
         """While the host moves the module to the GPU: weights of which plans read 8-bit integers alone stay in system
-        memory. If another forward is in the module's place, it may read them, and they come."""
-        stays = self.installed() and not self.parts and self.config.enabled and self.config.eight_bits
-        return residency.hidden(self._context, device) if stays else contextlib.nullcontext()
+        memory. If another forward is in the module's place, it may read them, and they come.
+
+        Args:
+            early: whether those that the first plan may read so stay as well.
+        """
+        if not (self.installed() and not self.parts and self.config.enabled and self.config.eight_bits):
+            return contextlib.nullcontext()
+        return (lean_calls if early else residency).hidden(self._context, device)
 
     def on_gpu(self, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Within, the weights of a layer that are set aside are on the GPU, if the rest of the module is. For a host
@@ -314,6 +321,8 @@ class Accelerator:
 
     def before_saving(self) -> None:
         """Restore the original layout of the parameters: libraries that save weights refuse other strides."""
+        with self.arena.resident.standing:
+            pass  # without their values weights are saved by nobody
         if not self.restores_for_saving:
             return
         try:

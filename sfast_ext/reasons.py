@@ -286,6 +286,15 @@ STREAMS = Kind(
     "takes longer, until there is room",
     "close other programs that use the GPU",
 )
+CROWDED = Kind(
+    "eight-bits",
+    "the GPU has no room for this image next to half-precision weights: until it is prepared, each step reads them "
+    "from system memory, which takes longer",
+    "choose a smaller size",
+)
+NOT_LEAN = Kind(
+    "eight-bits", "half-precision weights come back for the first step of each size, as it failed without them: {}: {}"
+)
 EIGHT_BITS_REFUSED = Kind("eight-bits", "8 bits are not used: {}")
 EIGHT_BITS_FAILED = Kind("eight-bits", "8 bits are not used: this size could not be prepared with them: {}: {}")
 

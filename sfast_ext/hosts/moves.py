@@ -78,7 +78,7 @@ class Moves:
         if place is not None and place.type == "cuda":
             all_of_them = (*accelerators, *rare)
             for_plans = [functools.partial(fetch_weights, a, place, self._report, self._host) for a in all_of_them]
-            with staying(accelerators, place):
+            with staying(accelerators, place, early=True):
                 return self.copies.to_gpu(module, place, move, for_plans, modules)
         was_there = gpu_room.on_gpu(modules)
         result = self.copies.to_cpu(module, move, modules) if str(device) == "cpu" else move()
@@ -189,15 +189,18 @@ def _with_room(place: torch.device | None, report: Report, move: Callable[[], An
 
 
 @contextlib.contextmanager
-def staying(accelerators: Iterable[Accelerator], place: torch.device | None) -> Iterator[None]:
+def staying(
+    accelerators: Iterable[Accelerator], place: torch.device | None, early: bool = False
+) -> Iterator[None]:
     """While a host moves modules to the GPU: weights of which plans read 8-bit integers stay in system memory.
 
     Args:
         place: where all of a module goes; None if its parts go to different devices, and for system memory.
+        early: see `Accelerator.keeping_aside`.
     """
     with contextlib.ExitStack() as each:
         for accelerator in accelerators if place is not None and place.type == "cuda" else ():
-            each.enter_context(accelerator.keeping_aside(place))
+            each.enter_context(accelerator.keeping_aside(place, early))
         yield
 
 

@@ -158,8 +158,8 @@ def match(node: fx.Node, pinned: set[fx.Node], few_too: bool = False) -> Candida
         return None
     if any(t is not None and (dtype(t) != kind or t in pinned) for t in (x, weight, bias)):
         return None
-    # a kernel reads the rows of a weight, which may lie apart
-    if weight.meta["weight"].tensor.stride(-1) != 1:
+    # a kernel reads the rows of a weight, which may lie apart; its live tensor may have no memory
+    if weight.meta["val"].stride(-1) != 1:
         return None
     user = only_user(node)
     pair = is_op(user, (geglu.launch,)) and user not in pinned and dtype(user) == kind

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from sfast_ext import torch_state
-from sfast_ext.call_signature import NotOurs, copied, tensors_alone
+from sfast_ext.call_signature import NotOurs, tensors_alone
 from sfast_ext.capture import arguments
 from sfast_ext.capture.state import State
 from sfast_ext.gc_pause import gc_paused
@@ -23,10 +22,12 @@ from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted
 from sfast_ext.reasons import NEW_KIND, NO_ROOM
 from sfast_ext.report import at, current, rehearsing, stage
-from sfast_ext.runtime import residency
+from sfast_ext.runtime import lean_calls, residency
+from sfast_ext.runtime.building import marked_as_building
 from sfast_ext.runtime.eight_bits import is_due
 from sfast_ext.runtime.model_state import ModuleContext
-from sfast_ext.runtime.plan_builder import OriginalRun, PlanBuilder
+from sfast_ext.runtime.original_run import OriginalRun
+from sfast_ext.runtime.plan_builder import PlanBuilder
 from sfast_ext.runtime.plan_cache import Earnings, PlanCache, PlanKey, Waiting
 from sfast_ext.runtime.plan_finder import HostFailed, Lookup, PlanFinder, ReplayState
 from sfast_ext.runtime.plan_runner import Failures, OriginalFailed, PlanRunner
@@ -178,8 +179,8 @@ class CallServer:
         if lookup.plan is not None and lookup.plan.resident:
             context, given = self._context, arguments.Containers(args, kwargs)
             try:
-                with _building() if context.parts else contextlib.nullcontext():
-                    return context.run_streamed(context.slot.original, *args, **self._unconsumed(kwargs))
+                with marked_as_building() if context.parts else contextlib.nullcontext():
+                    return context.run_streamed(context.slot.original, *args, **context.unconsumed(kwargs))
             except Exception as exc:
                 self._report.event("8 bits", f"all weights come back for a comparison: {type(exc).__name__}: {exc}")
             given.put_back()
@@ -218,13 +219,17 @@ class CallServer:
     def _without_plan(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
         """The original forward's result for a call without a plan. With `build`, also builds the plan."""
         rare = self._context.config.rare_calls
-        # before the trace and the state, which would take it for what the forward does; what fails is met again below
-        with contextlib.suppress(WeightsAway, torch.cuda.OutOfMemoryError):
-            self._context.bring_back()
+        lean = build and self._guarded(lambda: lean_calls.may_be(self._context, lookup.key), False)
+        if not lean and not self._context.model.crowded:
+            # before the trace and the state, which would take it for what the forward does; what fails is met again
+            # below
+            with contextlib.suppress(WeightsAway, torch.cuda.OutOfMemoryError):
+                self._context.bring_back()
         if build and lookup.key.eight_bits and residency.wanted(self._context, lookup.key.device):
             self._guarded(self._context.slot.watch, None)
         # a recorded run takes longer, and its time would be the original's
-        trace = self._guarded(lambda: self._builder.live_trace(lookup), None) if build and not rare else None
+        traced = build and not rare and not lean
+        trace = self._guarded(lambda: self._builder.live_trace(lookup), None) if traced else None
         state = self._state() if build else None
         # the original may take away what is in them
         again = arguments.with_own_containers(args, kwargs) if build else ((), {})
@@ -241,7 +246,9 @@ class CallServer:
                     self._report.error(stage(), exc)
                     trace = None
             started = time.perf_counter()
-            if trace is None or state is None:
+            if lean:
+                result = lean_calls.run(self._context, state, args, kwargs, self.run_original)
+            elif trace is None or state is None:
                 result = self.run_original(*args, **kwargs)
             else:
                 result = trace.run(self.run_original, args, kwargs, state.put_back)
@@ -250,7 +257,7 @@ class CallServer:
         tried = False
         if state is not None:
             seconds = time.perf_counter() - started
-            run = OriginalRun(lambda: self._again(*again), result, seconds, trace, watch, state)
+            run = OriginalRun(lambda: self._again(lookup.key, lean, *again), result, seconds, trace, watch, state, lean)
             began = time.perf_counter()
             tried = self._try_to_build(lookup, run)
             plan = self._cache.plans.get(lookup.key)
@@ -301,9 +308,12 @@ class CallServer:
             if state is not None:
                 state.put_back()
 
-    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _again(self, key: PlanKey, lean: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original forward once more, on containers that it may change."""
         args, kwargs = arguments.with_own_containers(args, kwargs)
+        context = self._context
+        if lean and lean_calls.may_be(context, key):
+            return context.run_by_layer(context.slot.original, *args, **context.unconsumed(kwargs))
         return self.run_original(*args, **kwargs)
 
     def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> bool:
@@ -314,7 +324,7 @@ class CallServer:
                 if rehearsing():
                     run.state.put_back()
                 return False
-            with _building(), residency.building(self._context.model):
+            with marked_as_building(), residency.building(self._context.model):
                 self._builder.build(lookup, run)
             return True
         except Interrupted as exc:
@@ -359,42 +369,19 @@ class CallServer:
         would have that memory without the extension. Another thread may have made new ones meanwhile.
         """
         context, containers = self._context, arguments.Containers(args, kwargs)
-        with _building() if context.parts else contextlib.nullcontext():
-            for _ in range(TRIES - 1):
+        with marked_as_building() if context.parts else contextlib.nullcontext():
+            # one more if weights may leave again
+            for _ in range(TRIES - 1 + bool(context.arena.resident)):
                 try:
-                    return context.run_forward(context.slot.original, *args, **self._unconsumed(kwargs))
+                    return context.run_forward(context.slot.original, *args, **context.unconsumed(kwargs))
                 except Exception as exc:
                     if not self._failures.freed_memory_for(exc):
                         raise
                 # after the handler: the exception keeps what the failed run had allocated
                 containers.put_back()
-            return context.run_forward(context.slot.original, *args, **self._unconsumed(kwargs))
-
-    def _unconsumed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of which a run of the original takes nothing away, see `Hooks.consumed`."""
-        consumed = self._context.hooks.consumed
-        return {k: copied(v) if k in consumed else v for k, v in kwargs.items()} if consumed else kwargs
+            return context.run_forward(context.slot.original, *args, **context.unconsumed(kwargs))
 
 
 def _stopped(watch: Stopwatch) -> bool:
     watch.stop()
     return True
-
-
-_thread = threading.local()
-
-
-def building() -> bool:
-    """Whether this thread builds a plan, or runs an original forward that is not to be served in parts."""
-    return getattr(_thread, "building", False)
-
-
-@contextlib.contextmanager
-def _building() -> Iterator[None]:
-    """Marks this thread as building a plan: parts run their original forwards."""
-    before = building()
-    _thread.building = True
-    try:
-        yield
-    finally:
-        _thread.building = before

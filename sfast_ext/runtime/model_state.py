@@ -14,6 +14,7 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.behaviour.forward_slot import ForwardSlot
+from sfast_ext.call_signature import copied
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.plans.graph_pool import pool_of
@@ -64,6 +65,8 @@ class ModelState(Generic[A]):
         lock: held while plans are added or removed.
         small: a device, and whether it is small for the model, see `residency.is_small`; None: not known yet.
         streams: whether forwards read weights from system memory for which the GPU has no room.
+        crowded: whether a forward found no room next to all weights in this generation, see `ModuleContext.make_way`.
+        lean_failed: whether a plan could not be made while weights stayed in system memory, see `lean_calls`.
         builds_in: the thread that builds a plan of this model; None: none does.
         build_lock: held by the thread that builds a plan. One plan is built at a time, of all models: torch's modes for
             recording are one stack for all threads, and builds are timed.
@@ -75,7 +78,7 @@ class ModelState(Generic[A]):
         self.lock = threading.RLock()
         self.arena = WeightArena(module, self.turn)
         self.eight_bits = EightBits()
-        self.streams = False
+        self.streams = self.crowded = self.lean_failed = False
         self.builds_in: int | None = None
         self.small: tuple[torch.device, bool] | None = None
         self.build_lock = _BUILDING
@@ -84,6 +87,12 @@ class ModelState(Generic[A]):
         """The lock to hold while a plan on a device runs. Graphs of one pool share memory; on a CPU only the plan is
         protected."""
         return pool_of(device).lock if device.type == "cuda" else self.lock
+
+    def new_generation(self) -> None:
+        """A generation begins."""
+        self.eight_bits.new_generation()
+        self.arena.new_generation()
+        self.crowded = False
 
     def accelerators(self) -> tuple[A, ...]:
         """That of the whole and those of the parts."""
@@ -164,11 +173,18 @@ class ModuleContext:
             first = next((p for p in self.module.parameters() if not resident.is_aside(p)), first)
         return first.device if first is not None else None
 
+    def unconsumed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of which a run of the original takes nothing away, see `Hooks.consumed`."""
+        consumed = self.hooks.consumed
+        return {k: copied(v) if k in consumed else v for k, v in kwargs.items()} if consumed else kwargs
+
     def run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward that reads the module's parameters, and is no plan."""
         if not self.arena.resident or self.arena.resident.is_streamed:
             with self.arena.order.host():
                 return forward(*args, **kwargs)
+        if self.model.crowded and self.arena.resident.out(self.device()):
+            return self._run_without_room(forward, args, kwargs)
         for last in (False, False, True):
             short = False
             try:
@@ -196,6 +212,13 @@ class ModuleContext:
         that cannot be run so."""
         return self._streamed(forward, args, kwargs)
 
+    def run_by_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`run_streamed` for a forward that asks where weights of a layer are, or writes to them. In one thread at a
+        time."""
+        # before the gate, which another thread may wait for
+        with self.arena.resident.alone:
+            return self._streamed(forward, args, kwargs, by_layer=True)
+
     def _streamed(self, forward: Callable[..., Any], args: Any, kwargs: Any, by_layer: bool = False) -> Any:
         with self.arena.order.host():
             if not self.arena.resident.out(self.device()):
@@ -207,25 +230,48 @@ class ModuleContext:
         """Run a forward while weights stay in system memory, for all of which the GPU has no room."""
         self.tell_short()
         try:
-            # before the gate, which another thread may wait for
-            with self.arena.resident.alone:
-                return self._streamed(forward, args, kwargs, by_layer=True)
+            return self.run_by_layer(forward, *args, **kwargs)
         except NotStreamed as exc:
             raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {reasons.STREAMS()} ({exc})") from exc
 
     def tell_short(self) -> None:
         """Tell the user that weights stay in system memory, once until they have come."""
-        if not self.model.streams:
+        # who is crowded knows
+        if not self.model.streams and not self.model.crowded:
             self.model.streams = True
             self.report.event("8 bits", reasons.STREAMS())
 
+    def _leave_again(self, device: torch.device) -> bool:
+        """A forward is short of memory next to half-precision weights that came back: whether they left again. In this
+        generation forwards read them by layer. The next one brings them, if it has no plan: its images may be
+        smaller."""
+        resident, model = self.arena.resident, self.model
+        if not resident or resident.in_parts or resident.device != device or resident.out(device):
+            return False
+        if any(not plan.resident for each in model.accelerators() for plan in list(each.plans.values())):
+            return False
+        try:
+            with self.arena.exclusively(device, _WAIT_S):
+                resident.leave()
+        except Exception as exc:
+            # the host gives way instead
+            self.report.error("weights that leave the GPU", exc)
+            return False
+        model.crowded = resident.out(device)
+        if model.crowded:
+            torch.cuda.empty_cache()
+            self.report.event("8 bits", reasons.CROWDED())
+        return model.crowded
+
     def make_way(self) -> bool:
-        """A forward that is no plan is short of memory: whether CUDA graphs and banks were freed for it, or the host
-        gave way."""
+        """A forward that is no plan is short of memory: whether CUDA graphs and banks were freed for it,
+        half-precision weights left, or the host gave way."""
         device = self.device()
         if device is None or device.type != "cuda":
             return False
         if not pool_of(device).holds_memory:
+            if self._leave_again(device):
+                return True
             short = self.hooks.short_of_memory
             try:
                 return short is not None and short()

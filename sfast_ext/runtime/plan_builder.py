@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
-from sfast_ext import environment, host_gpu, reasons
+from sfast_ext import environment, reasons
 from sfast_ext.argument_roles import ArgumentRoles
 from sfast_ext.call_signature import flatten_output
 from sfast_ext.capture import argument_kinds, block_reuse
@@ -20,47 +18,29 @@ from sfast_ext.capture.arguments import Edit, words
 from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.capture.state import State
-from sfast_ext.kernels.backend import choices, nvrtc
+from sfast_ext.kernels.backend import choices
 from sfast_ext.kernels.backend.graph_memory import peak_bytes
 from sfast_ext.plans.graph_facts import has_gaps, lent, shared_results
 from sfast_ext.plans.payback import CaptureBackoff
 from sfast_ext.plans.plan import Plan
-from sfast_ext.preparation import Interrupted, Preparation, StageTimes
+from sfast_ext.preparation import Interrupted
 from sfast_ext.reasons import Declined, Reason
 from sfast_ext.report import at, rehearsing, stage
-from sfast_ext.runtime import residency
+from sfast_ext.runtime import lean_calls, residency
 from sfast_ext.runtime.eight_bits import ATTEMPTS, EightBitsFailed, because, keep_faster, state_of_weights, unsupported
 from sfast_ext.runtime.model_state import ModuleContext
+from sfast_ext.runtime.original_run import OriginalRun
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, StateChanges
 from sfast_ext.runtime.plan_finder import Lookup
 from sfast_ext.runtime.plan_maker import PEAK_FACTOR, exact, make_plan
 from sfast_ext.runtime.plan_runner import Failures, PlanRunner, out_of_memory, without_eight_bits
+from sfast_ext.runtime.preparing import preparation
 from sfast_ext.runtime.verify import Verification, excess, verify_plan
-from sfast_ext.timing import Stopwatch
 from sfast_ext.weights.weight import tensors_held
 
 _MEASURING = 1.0  # seconds of a first call in which ways to compute the same are compared, at most
-_gpu_times, _cpu_times = StageTimes(nvrtc.folder), StageTimes()
-"""Those on a CPU are of no use to a later process."""
-
 _MAX_MODELS = 16
 """So many models, the last that were captured, have their op sequences kept; see `PlanKey.model`."""
-
-
-@dataclass
-class OriginalRun:
-    """The run of the original forward for a call whose plan is built."""
-
-    again: Callable[[], Any]
-    """Runs it again on the same inputs."""
-    result: Any
-    seconds: float
-    trace: LiveTrace | None
-    """Recorded meanwhile, if live tracing is possible."""
-    watch: Stopwatch | None = None
-    """Stopped after it, if calls are rare."""
-    state: State | None = None
-    """What the forward can reach, as it was before and after it."""
 
 
 class PlanBuilder:
@@ -135,7 +115,8 @@ class PlanBuilder:
         """
         started = time.perf_counter()
         context, device = self._context, lookup.key.device
-        away = next((p.device for p in context.module.parameters() if p.device != device), None)
+        lean = run.lean and lean_calls.may_be(context, lookup.key)
+        away = lean_calls.elsewhere(context, device, lean)
         if away is not None:
             # the key is not rejected: they may be back at the next call
             context.report.bypassed(reasons.WEIGHTS_SPLIT(away, device))
@@ -159,9 +140,12 @@ class PlanBuilder:
                 part.forget_plans("the model is captured as a whole")
         label = self.label(lookup)
         try:
-            with self._preparation(label, device):
+            with preparation(context, label, device):
                 at("weights")
-                context.arena.sync()
+                if lean:
+                    lean_calls.prepare(context, device)
+                else:
+                    context.arena.sync()
                 plan = self._attempts(lookup, run)
         except Interrupted:
             self._backoff.forget_capture(lookup.shape_signature)
@@ -170,18 +154,6 @@ class PlanBuilder:
             plan.label = label
             plan.first_call_s = round(run.seconds + time.perf_counter() - started, 3)
             context.report.event("plan", f"{plan.state}: {label}, built in {plan.first_call_s} s")
-
-    def _preparation(self, label: str, device: torch.device) -> Preparation:
-        context = self._context
-        return Preparation(
-            context.report,
-            label,
-            logging.DEBUG if context.is_part else logging.INFO,
-            # another card takes another time
-            kind=f"{type(context.module).__qualname__} {host_gpu.card(device)}".rstrip(),
-            times=_gpu_times if device.type == "cuda" else _cpu_times,
-            interrupted=context.hooks.interrupted,
-        )
 
     def label(self, lookup: Lookup) -> str:
         signature, words = lookup.call.signature, self._context.hooks.words
@@ -202,7 +174,7 @@ class PlanBuilder:
         declined: Reason | None = None
         while True:
             try:
-                return self._attempt(lookup, run, declined)
+                return self._best_attempt(lookup, run, declined)
             except Interrupted:
                 raise
             except EightBitsFailed as exc:
@@ -227,20 +199,37 @@ class PlanBuilder:
                 return None
             run.trace = None  # consumed by the attempt
 
-    def _attempt(self, lookup: Lookup, run: OriginalRun, declined: Reason | None = None) -> Plan | None:
+    def _best_attempt(self, lookup: Lookup, run: OriginalRun, declined: Reason | None) -> Plan | None:
+        """`_attempt`, while weights stay in system memory if the original ran so."""
+        context = self._context
+        if run.lean and declined is None and lean_calls.may_be(context, lookup.key):
+            try:
+                # before the locks of plans, which a thread takes that streams a forward
+                with context.arena.resident.alone:
+                    return self._attempt(lookup, run, lean=True)
+            except Exception as exc:
+                if not lean_calls.with_all(context, exc):
+                    raise
+        return self._attempt(lookup, run, declined)
+
+    def _attempt(
+        self, lookup: Lookup, run: OriginalRun, declined: Reason | None = None, lean: bool = False
+    ) -> Plan | None:
         """A plan with the enabled kernels. None, with the reason reported, if there can be none.
 
         Args:
             declined: why the plan is made without 8 bits, for calls of this size; None if it may have them.
+            lean: whether weights in system memory stay there, see `lean_calls`.
         """
         context, key, device = self._context, lookup.key, lookup.key.device
         report = context.report
-        # an attempt before this one may have set weights aside
-        context.bring_back()
+        if not lean:
+            # an attempt before this one may have set weights aside
+            context.bring_back()
         at("capture")
         try:
             argument_kinds.refuse_code(lookup.call.tree)
-            captured = self._captured(lookup, run)
+            captured = self._captured(lookup, run, lean)
             tree, results = flatten_output(run.result)
             if tree != captured.output_tree:
                 # a number that became a tensor is in it, say
@@ -274,6 +263,8 @@ class PlanBuilder:
                 for sentence in environment.left_out(device):
                     report.once("kernels", sentence)
         except CaptureRefused as exc:
+            if lean and lean_calls.is_why(exc):
+                raise
             numbers = not exc.arguments or any(not _is_tensor(lookup.call.leaves[i]) for i in exc.arguments)
             if numbers and (
                 self.roles.close_nested(lookup.call) or (exc.reads_value and self.roles.close_own(lookup.call))
@@ -341,7 +332,7 @@ class PlanBuilder:
             self._cache.drop(key)
             report.count("captures", -1)
             self._one_by_one, run.trace = True, None
-            return self._attempt(lookup, run, declined)
+            return self._attempt(lookup, run, declined, lean)
         if refusal is not None:
             self._cache.reject(key, refusal)
             return None
@@ -373,7 +364,7 @@ class PlanBuilder:
                 raise CaptureRefused(reasons.CHANGES_ARGUMENT(words(edit.path)))
         return found
 
-    def _captured(self, lookup: Lookup, run: OriginalRun) -> Captured:
+    def _captured(self, lookup: Lookup, run: OriginalRun, lean: bool) -> Captured:
         context = self._context
         model = lookup.key.model
         op_sequences = self._op_sequences.pop(model, None) or set()
@@ -386,7 +377,8 @@ class PlanBuilder:
             if run.state is not None:
                 run.state.weights_replaced()
             original, ignored = context.slot.original, context.hooks.ignored
-            with block_reuse.one_by_one() if self._one_by_one else contextlib.nullcontext():
+            one_by_one = block_reuse.one_by_one() if self._one_by_one else contextlib.nullcontext()
+            with one_by_one, lean_calls.standing_in(context) if lean else contextlib.nullcontext():
                 captured = capture(original, lookup.call, inputs, context.arena, ignored, run.state)
             op_sequences.add(captured.op_sequence)
         if run.state is not None:

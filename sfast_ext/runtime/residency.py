@@ -167,6 +167,7 @@ def settle(context: ModuleContext, plan: Plan) -> None:
         fill(context, plan)
         # weights were read for changes while values came back: fill what that found
         fill(context, plan, context.arena.resident.due())
+        context.arena.resident.keep_used()
 
 
 def clear_way(context: ModuleContext) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext import reasons
-from sfast_ext.weights import host_order
+from sfast_ext.weights import host_order, stand_ins
 from sfast_ext.weights.banks import Banks
 from sfast_ext.weights.change_detector import ChangeDetector
 from sfast_ext.weights.copy_in import copy_in
@@ -115,6 +114,8 @@ class WeightArena:
         """
         tracked = self._tracked
         with self.gate.exclusive(), tracked.lock:
+            if any(weight.is_bare for weight in weights):
+                return stand_ins.pack(tracked, weights)
             laid = any(weight in tracked.order for weight in weights)
             return None if laid else tracked.packs.make(weights, tracked.move_to)
 
@@ -150,13 +151,11 @@ class WeightArena:
         """A plan reads these from now on: their addresses are fixed.
 
         Raises:
-            WeightsChanged: the layout was restored since `index()`, so these are not the module's weights any more.
+            WeightsChanged, WeightsInUse: see `TrackedWeights.refuse_unknown`.
         """
         tracked = self._tracked
         with tracked.lock:
-            known = {id(w) for w in [*tracked.known(), *tracked.packs.all()]}
-            if any(id(w) not in known for w in weights):
-                raise WeightsChanged(reasons.WEIGHTS_RESTORED())
+            tracked.refuse_unknown(weights)
             tracked.bound += 1
             for weight in weights:
                 for w in weight.parts or (weight,):
@@ -206,8 +205,7 @@ class WeightArena:
 
     def read(self, weight: Weight) -> torch.Tensor:
         """The values of a weight: its live tensor, or if it is set aside, a copy on the GPU."""
-        aside = id(weight) in self._tracked.vacant and self.resident.has(weight)
-        return self.resident.values(weight) if aside else weight.tensor
+        return self.resident.values(weight) if weight.is_bare and self.resident.has(weight) else weight.tensor
 
     def is_first(self, weight: Weight) -> bool:
         """Whether a weight has the first parameter of the module."""

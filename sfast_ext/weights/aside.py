@@ -12,7 +12,7 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
-from sfast_ext.weights.staging import to_system_memory
+from sfast_ext.weights.staging import Staging, to_system_memory
 from sfast_ext.weights.weight import (
     Weight,
     WeightsAway,
@@ -103,10 +103,21 @@ def differing(asides: Iterable[Aside], digests: Callable[[], Iterable[torch.Tens
 def in_system_memory(asides: Iterable[Aside]) -> list[torch.Tensor]:
     """Those parameters that are there, each once."""
     held = {id(now): now for aside in asides if isinstance(now := aside.now, torch.Tensor)}
-    return [now for now in held.values() if _is_there(now)]
+    return [now for now in held.values() if is_there(now)]
 
 
-def _is_there(now: torch.Tensor) -> bool:
+def joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A tensor on the GPU with the rows of all parts."""
+    with torch.inference_mode(False), torch.no_grad(), Staging() as copy:
+        size = sum(len(part) for part in parts), *parts[0].shape[1:]
+        whole, first = torch.empty(size, dtype=parts[0].dtype, device=device), 0
+        for part in parts:
+            copy(whole[first : first + len(part)], live_tensor(part))
+            first += len(part)
+    return whole
+
+
+def is_there(now: torch.Tensor) -> bool:
     """Whether a parameter is in system memory."""
     return now.device.type == "cpu" and is_plain(now)
 
@@ -124,7 +135,7 @@ class Hidden:
             with torch.inference_mode(False), torch.no_grad():
                 for aside in self._asides:
                     now = aside.now
-                    if isinstance(now, torch.Tensor) and _is_there(now):
+                    if isinstance(now, torch.Tensor) and is_there(now):
                         self._hide(aside, now)
         except BaseException:
             self.__exit__()
@@ -137,7 +148,8 @@ class Hidden:
             now = aside.now
             for each in (value,) if now is value else (now, value):
                 if isinstance(each, torch.Tensor) and not each.numel():
-                    set_data(each, source)
+                    # the host may have asked for another dtype as well
+                    set_data(each, source.to(each.dtype))
         self._taken = {}
 
     @contextlib.contextmanager
@@ -167,6 +179,32 @@ class Hidden:
         if id(value) not in self._taken:
             self._taken[id(value)] = aside, live_tensor(value), value
             set_data(value, torch.empty(0, dtype=value.dtype, device=self._device))
+
+
+@contextlib.contextmanager
+def lent(
+    values: Iterable[torch.Tensor], module: nn.Module, on_gpu: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+) -> Iterator[None]:
+    """See `Resident.lent`.
+
+    Args:
+        values: the parameters in system memory.
+        on_gpu: copies tensors.
+    """
+    mine = set(map(id, module._parameters.values()))
+    lent = [(value, live_tensor(value)) for value in values if id(value) in mine]
+    with torch.inference_mode(False), torch.no_grad():
+        for value, there in zip([value for value, _ in lent], on_gpu([source for _, source in lent])):
+            set_data(value, there)
+    try:
+        yield
+    finally:
+        with torch.inference_mode(False), torch.no_grad():
+            for value, source in lent:
+                if value.is_cuda and value.shape == source.shape and value.dtype == source.dtype:
+                    # what the host wrote counts as a change of the parameter, which its version shows
+                    source.copy_(live_tensor(value))
+                    set_data(value, source)
 
 
 def places_in(asides: dict[str, Aside], root: nn.Module, other: nn.Module) -> dict[str, list[WeightSlot]] | None:

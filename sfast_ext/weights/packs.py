@@ -9,6 +9,10 @@ import torch
 from sfast_ext.weights.weight import Weight
 
 
+def _joined(weights: Sequence[Weight]) -> torch.Tensor:
+    return torch.cat([w.tensor for w in weights])
+
+
 class Packs:
     """All packs, by the weights in them."""
 
@@ -18,11 +22,17 @@ class Packs:
     def __len__(self) -> int:
         return len(self._packs)
 
-    def make(self, weights: Sequence[Weight], move: Callable[[Weight, torch.Tensor], None]) -> Weight | None:
+    def make(
+        self,
+        weights: Sequence[Weight],
+        move: Callable[[Weight, torch.Tensor], None],
+        join: Callable[[Sequence[Weight]], torch.Tensor] = _joined,
+    ) -> Weight | None:
         """The pack of these weights, or their rows of a larger pack; see `WeightArena.pack`.
 
         Args:
             move: makes a weight a view of the given rows.
+            join: makes the tensor of the pack.
         """
         known = self._packs.get(_key(weights))
         if known is not None:
@@ -41,7 +51,7 @@ class Packs:
             return None
         try:
             with torch.inference_mode(False):
-                pack = _packed(weights, torch.cat([w.tensor for w in weights]))
+                pack = _packed(weights, join(weights))
         except torch.cuda.OutOfMemoryError:
             return None  # there is no room for both copies: they stay apart
         start = 0

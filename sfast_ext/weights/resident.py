@@ -23,11 +23,13 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.weights import host_copies
-from sfast_ext.weights.aside import Aside, Hidden, differing, in_system_memory, places_in, state_of
+from sfast_ext.weights.aside import Aside, Hidden, differing, in_system_memory, joined, lent, places_in, state_of
 from sfast_ext.weights.banks import Bank, batches
 from sfast_ext.weights.digest import digest_of, reading
+from sfast_ext.weights.expected import expected
 from sfast_ext.weights.original_layout import live_tensor, set_data
 from sfast_ext.weights.staging import Staging, to_system_memory
+from sfast_ext.weights.stand_ins import StandIns
 from sfast_ext.weights.streamed import Streamed
 from sfast_ext.weights.streamed_by_layer import StreamedByLayer
 from sfast_ext.weights.tracked import TrackedWeights
@@ -52,6 +54,7 @@ class Resident:
         self._tracked, self._asides = tracked, dict[str, Aside]()
         self._copies, self._turn, self._thread = host_copies.HostCopies(), 0, threading.local()
         self.alone = threading.RLock()  # held while a forward has parameters of one layer after the other on the GPU
+        self.standing = threading.RLock()  # held while they stand in: they are without their values
         self.device: torch.device | None = None
         """That of the banks."""
         self._reading: Callable[[], set[int]] | None = None
@@ -80,7 +83,7 @@ class Resident:
     def out(self, device: torch.device | None) -> bool:
         """Whether parameters are in system memory, and the rest of the module on this device, the GPU of the banks."""
         there = device is not None and device == self.device and not self.in_parts
-        return there and bool(self._elsewhere())
+        return there and bool(self.elsewhere())
 
     def set_aside(self, weights: Iterable[Weight], device: torch.device) -> None:
         """Move the parameters of weights to system memory, and free the memory that plans would read. Other plans that
@@ -93,13 +96,22 @@ class Resident:
                 self._asides[part.path] = Aside(part.path, part.slots, part.tensor.shape, part.tensor.dtype)
         self._leave([aside.now for part in parts if (aside := self._asides[part.path])])
         known = [*tracked.known(), *tracked.packs.all()]
-        live = [w for w in (*weights, *parts) if id(w) not in tracked.vacant]
+        live = [w for w in (*weights, *parts) if id(w) not in tracked.vacant and not w.is_bare]
         given, _ = vacancies(live, known, tracked.layouts)
         vacate(given)
         for vacancy in given:
             tracked.vacant.update((id(member.weight), vacancy) for member in vacancy.members)
         tracked.reset_detector()
         tracked.forget(tracked.vacant)
+
+    def expect(self, device: torch.device) -> None:
+        """Before there are banks: what may be in 8 bits counts as set aside, if it is in system memory."""
+        self._asides, self.device = {**expected(self._tracked.root), **self._asides}, device
+
+    def keep_used(self) -> None:
+        """What came to the GPU for plans, and of which no bank is made, does not count as set aside any more."""
+        used = {id(aside) for bank in self.banks for aside, _ in bank.sources} | set(map(id, self.elsewhere()))
+        self._asides = {p: each for p, each in self._asides.items() if not used.isdisjoint({id(each), id(each.now)})}
 
     def has(self, weight: Weight) -> bool:
         """Whether all parameters of a weight are among these."""
@@ -111,13 +123,7 @@ class Resident:
         parts = [self._asides[part.path].checked() for part in weight.parts or (weight,)]
         if len(parts) == 1:
             return self._on_gpu(parts)[0]
-        with torch.inference_mode(False), torch.no_grad(), Staging() as copy:
-            size = sum(len(part) for part in parts), *parts[0].shape[1:]
-            whole, first = torch.empty(size, dtype=parts[0].dtype, device=self.device), 0
-            for part in parts:
-                copy(whole[first : first + len(part)], live_tensor(part))
-                first += len(part)
-        return whole
+        return joined(parts, self.device)
 
     def bank(self, weight: Weight, group: int) -> Bank:
         """The resident bank of a weight that was set aside, without values if it is new."""
@@ -256,7 +262,7 @@ class Resident:
             torch.cuda.OutOfMemoryError: there is no room for all of them. None has moved.
         """
         with torch.inference_mode(False), torch.no_grad():
-            sources: host_copies.Sources = [(value, live_tensor(value)) for value in self._elsewhere()]
+            sources: host_copies.Sources = [(value, live_tensor(value)) for value in self.elsewhere()]
             # all of them before the first is copied, which takes longer
             arriving = [torch.empty_like(source, device=self.device) for _, source in sources]
             with Staging() as copy:
@@ -281,12 +287,13 @@ class Resident:
         """
         self._copies.drop()
         with torch.inference_mode(False), torch.no_grad():
-            moved = self._elsewhere()
+            moved = self.elsewhere()
             for value in moved:
                 set_data(value, live_tensor(value).to(self.device))
         return len(moved)
 
-    def _elsewhere(self) -> list[torch.Tensor]:
+    def elsewhere(self) -> list[torch.Tensor]:
+        """Its parameters that are in system memory."""
         return in_system_memory(self._asides.values())
 
     def _leave(self, values: Iterable[Any]) -> None:
@@ -337,7 +344,7 @@ class Resident:
         """Within, the original forward may run in this thread: see `Streamed` and `StreamedByLayer`."""
         assert self.device is not None
         with torch.inference_mode(False), torch.no_grad():
-            values, self._thread.streams = list(map(live_tensor, self._elsewhere())), True
+            values, self._thread.streams = list(map(live_tensor, self.elsewhere())), True
         try:
             with (StreamedByLayer if by_layer else Streamed)(values, self.device):
                 yield
@@ -350,6 +357,11 @@ class Resident:
         assert self.device is not None
         return Hidden(self._asides.values(), self.device)
 
+    def standing_in(self) -> StandIns:
+        """See `StandIns`."""
+        assert self.device is not None
+        return StandIns(self._tracked, list(self._asides.values()), self.device)
+
     def leave(self) -> None:
         """Move the parameters to system memory that came back to the GPU."""
         self._leave([aside.now for aside in self._asides.values()])
@@ -358,20 +370,8 @@ class Resident:
     def lent(self, module: nn.Module) -> Iterator[None]:
         """Within, the parameters of one layer that are in system memory are on the GPU, for a host that changes them
         there. Afterwards their values are where they were."""
-        mine = set(map(id, module._parameters.values()))
-        lent = [(value, live_tensor(value)) for value in self._elsewhere() if id(value) in mine]
-        with torch.inference_mode(False), torch.no_grad():
-            for value, there in zip([value for value, _ in lent], self._on_gpu([source for _, source in lent])):
-                set_data(value, there)
-        try:
+        with lent(self.elsewhere(), module, self._on_gpu):
             yield
-        finally:
-            with torch.inference_mode(False), torch.no_grad():
-                for value, source in lent:
-                    if value.is_cuda and value.shape == source.shape and value.dtype == source.dtype:
-                        # what the host wrote counts as a change of the parameter, which its version shows
-                        source.copy_(live_tensor(value))
-                        set_data(value, source)
 
     def places_in(self, root: nn.Module) -> dict[str, list[WeightSlot]] | None:
         """See `aside.places_in`."""

@@ -5,13 +5,14 @@ It takes as long as to move all weights once, and of the GPU's memory no more th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sfast_ext.weights.original_layout import live_tensor
+from sfast_ext.weights.original_layout import live_tensor, set_data
 from sfast_ext.weights.staging import Staging
 
 
@@ -33,6 +34,7 @@ class Streamed(TorchDispatchMode):
         # while they are held no other storage has their address
         self._held = {value.untyped_storage()._cdata: value for value in values}
         self._staging = Staging()
+        self._views: list[weakref.ref[torch.Tensor]] = []
 
     def __enter__(self) -> Streamed:
         self._copy = self._staging.__enter__()
@@ -41,13 +43,21 @@ class Streamed(TorchDispatchMode):
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         super().__exit__(kind, *rest)
-        self._staging.__exit__(kind, *rest)
+        try:
+            if kind is None:
+                self._move_views()
+        finally:
+            self._staging.__exit__(kind, *rest)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = [x for x in tensors((args, kwargs)) if self._is_held(x)]
-        if not read or _is_view(function):
+        if not read:
             return function(*args, **kwargs)
+        if _is_view(function):
+            result = function(*args, **kwargs)
+            self._views.extend(map(weakref.ref, tensors(result)))
+            return result
         written = [x for x in _written(function, args, kwargs) if self._is_held(x)]
         if written and not self._may_write(function):
             raise NotStreamed(str(function))
@@ -61,6 +71,13 @@ class Streamed(TorchDispatchMode):
 
     def _may_write(self, function: Any) -> bool:
         return False
+
+    def _move_views(self) -> None:
+        """Views that the forward has kept, or returns, are on the GPU, as they would be if all weights were there."""
+        kept = [x for view in self._views if (x := view()) is not None and self._is_held(x)]
+        with torch.inference_mode(False), torch.no_grad():
+            for x in kept:
+                set_data(x, self._on_gpu(x))
 
     def _is_held(self, x: torch.Tensor) -> bool:
         # others have no storage that can be asked for

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container, Hashable
+from collections.abc import Container, Hashable, Iterable
 
 import torch
 from torch import nn
 
+from sfast_ext import reasons
 from sfast_ext.weights.banks import Banks
 from sfast_ext.weights.change_detector import ChangeDetector
 from sfast_ext.weights.gate import Gate, gate_of
@@ -16,7 +17,15 @@ from sfast_ext.weights.host_order import HostOrder, Turn
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides, set_data
 from sfast_ext.weights.packs import Packs
 from sfast_ext.weights.vacancy import Vacancy
-from sfast_ext.weights.weight import Weight, WeightSlot, new_weight, paths_of, tensors_of
+from sfast_ext.weights.weight import (
+    Weight,
+    WeightsChanged,
+    WeightsInUse,
+    WeightSlot,
+    new_weight,
+    paths_of,
+    tensors_of,
+)
 
 
 class TrackedWeights:
@@ -112,6 +121,19 @@ class TrackedWeights:
         parts = [p for pack in self.packs.all() for p in pack.parts]
         every = [*self.weights.values(), *self.tables.values(), *self.live, *parts]
         return list({id(w): w for w in every}.values())
+
+    def refuse_unknown(self, weights: Iterable[Weight]) -> None:
+        """See that a plan may read these.
+
+        Raises:
+            WeightsChanged: the layout was restored since `index()`, so these are not the module's weights any more.
+            WeightsInUse: another thread has moved them since they were set aside.
+        """
+        weights, known = list(weights), {id(w) for w in [*self.known(), *self.packs.all()]}
+        if any(id(w) not in known for w in weights):
+            raise WeightsChanged(reasons.WEIGHTS_RESTORED())
+        if any((w.slots or w.parts) and w.is_bare and id(w) not in self.vacant for w in weights):
+            raise WeightsInUse(reasons.WEIGHTS_IN_USE())
 
     def drop_left(self) -> None:
         """Let go of memory that no plan reads, and that the module has left."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,6 +56,12 @@ class Vacancy:
             if member.original is not None:
                 layouts.record_memory(tensor, member.original)
 
+    def with_rows(self, rows: Weight) -> Vacancy:
+        """The same block, in which a weight is the rows of others in it that are its parts."""
+        first = next(member for member in self.members if member.weight is rows.parts[0])
+        self.members.append(_Member(rows, first.offset, first.strides, first.strides))
+        return self
+
 
 def vacate(given: Sequence[Vacancy]) -> None:
     """Free blocks. Their tensors keep shape, dtype and device, as expansions of a single NaN for each dtype and
@@ -92,6 +98,28 @@ def vacancies(live: Iterable[Weight], known: Iterable[Weight], layouts: Original
     used |= {memory for memory, block in blocks.items() if len({w.tensor.dtype for w in block.values()}) > 1}
     free = (list(block.values()) for memory, block in blocks.items() if memory not in used)
     return [_block(weights, layouts) for weights in free], bool(used)
+
+
+def apart(weights: Iterable[Weight], layouts: OriginalLayouts) -> list[Vacancy]:
+    """A block for each of these, whatever memory they have now."""
+    return [_block([weight], layouts) for weight in weights]
+
+
+def of_pack(pack: Weight, vacant: Mapping[int, Vacancy]) -> Vacancy:
+    """The block of a pack whose parts have no memory.
+
+    Args:
+        vacant: their blocks, by the id of the part.
+    """
+    shape, first = pack.tensor.shape, 0
+    strides = torch.empty(shape, device="meta").stride()
+    found = Vacancy(shape.numel(), pack.tensor.dtype, pack.tensor.device, [_Member(pack, 0, strides, strides)])
+    for part in pack.parts:
+        was = next(member for member in vacant[id(part)].members if member.weight is part)
+        original = was.strides if was.original is None else was.original
+        found.members.append(_Member(part, first * strides[0], strides, original))
+        first += part.tensor.shape[0]
+    return found
 
 
 def _block(weights: list[Weight], layouts: OriginalLayouts) -> Vacancy:

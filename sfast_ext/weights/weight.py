@@ -50,6 +50,11 @@ class Weight:
     source: torch.Tensor | None = None
     """For a table on another device: the tensor whose values each run of a plan copies into the live one."""
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing in the module is bound to it, as after it was set aside."""
+        return all(part.bound is None for part in self.parts or (self,))
+
     def let_go(self) -> None:
         """No plan reads it any more: what still refers to it keeps no memory."""
         tensor = self.tensor

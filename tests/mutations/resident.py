@@ -18,7 +18,8 @@ _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 MUTATIONS = [
     Mutation(
         "forwards that find weights in system memory and no room on the GPU", "runtime/model_state.py",
-        "return self._run_without_room(forward, args, kwargs)", "raise torch.cuda.OutOfMemoryError",
+        "if last or not self.make_way():\n return self._run_without_room(forward, args, kwargs)",
+        "if last or not self.make_way():\n                    raise torch.cuda.OutOfMemoryError",
         (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
     ),
     Mutation(

@@ -106,7 +106,7 @@ MUTATIONS = [
         ("weights/test_gate.py::test_a_layout_is_not_restored_while_a_plan_is_made",),
     ),
     Mutation(
-        "weights that were laid back while a plan was made", "weights/arena.py",
+        "weights that were laid back while a plan was made", "weights/tracked.py",
         "if any(id(w) not in known for w in weights):", "if False:",
         ("weights/test_gate.py::test_weights_that_were_laid_back_meanwhile_are_bound_to_no_plan",),
     ),

@@ -38,5 +38,6 @@ def test_a_host_that_gives_way_to_the_original_forward(
     hooks = Hooks(short_of_memory=short)
     context: Any = SimpleNamespace(device=lambda: torch.device("cuda", 0), hooks=hooks, report=report)
     context.make_way = lambda: model_state.ModuleContext.make_way(context)
+    context._leave_again = lambda device: False
     assert Failures(context, SimpleNamespace()).freed_memory_for(exc) is again  # type: ignore[arg-type]
     assert report.counter("errors") == errors

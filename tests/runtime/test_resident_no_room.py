@@ -162,6 +162,61 @@ def test_weights_that_another_thread_uses_at_a_release(
     assert on.error(32) < 1e-6 and untouched(on.ours)
 
 
+class Crowded:
+    """A forward that has no room: for the activations of one of its layers next to all weights, or in any case."""
+
+    def __init__(self, on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by_layer, self.all, self.asked, self._on = True, False, 0, on
+        self.runs: list[int] = []
+        context = on.acc._context
+        monkeypatch.setattr(context, "hooks", replace(context.hooks, short_of_memory=self.give_way))
+        next(m for m in on.ours.modules() if isinstance(m, nn.Linear)).register_forward_pre_hook(self.run)
+
+    def run(self, *_: Any) -> None:
+        self.runs.append(away(self._on))
+        if not (self.by_layer if self.runs[-1] else self.all):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    def give_way(self) -> bool:
+        self.asked += 1
+        self.by_layer = self.all = True
+        return True
+
+
+def test_a_forward_without_room_next_to_all_weights_reads_them_by_layer(
+    card: Card, on: On, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    card.capacity += MORE
+    assert on.error(32) < 0.06 and on.plan.resident
+    number, forward = len(halves(on.ours)), Crowded(on, monkeypatch)
+    # another size, whose plan is not earned yet
+    with monkeypatch.context() as patch:
+        patch.setattr(type(on.acc._server), "_is_earned", lambda *_: False)
+        for _ in range(3):
+            assert on.error(48) < 1e-6 and away(on) == number
+        # they came once, and banks left first
+        assert forward.runs == [0, 0, number, number, number] and not forward.asked and on.count("errors") == 0
+        assert on.words().count("no room for this image next to half-precision weights") == 1, on.words()
+        on.acc.new_generation()
+        forward.all = True
+        assert on.error(48) < 1e-6 and away(on) == 0
+    on.acc.new_generation()
+    assert [on.error(48) < 0.06 for _ in range(2)] == [True] * 2 and on.plan.resident and on.count("errors") == 0
+
+
+def test_the_host_gives_way_if_there_is_none_by_layer_either(
+    card: Card, on: On, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    card.capacity += MORE
+    assert on.error(32) < 0.06
+    forward = Crowded(on, monkeypatch)
+    forward.by_layer = False
+    with monkeypatch.context() as patch:
+        patch.setattr(type(on.acc._server), "_is_earned", lambda *_: False)
+        assert on.error(48) < 1e-6 and forward.asked == 1
+    assert forward.runs[:2] == [0, 0] and forward.runs[2] and on.count("errors") == 0
+
+
 def test_the_user_is_told_again_after_there_was_room(card: Card, on: On) -> None:  # noqa: F811
     off(on)
     card.capacity = 64 * MB

@@ -30,7 +30,7 @@ from sfast_ext.hosts.session import guarded
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.reasons import Reason
 from sfast_ext.report import Report, rehearsing
-from sfast_ext.runtime.call_server import building
+from sfast_ext.runtime.building import building
 from sfast_ext.weights.original_layout import is_plain
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
