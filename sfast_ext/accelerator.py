@@ -322,7 +322,7 @@ class Accelerator:
     def before_saving(self) -> None:
         """Restore the original layout of the parameters: libraries that save weights refuse other strides."""
         with self.arena.resident.standing:
-            pass  # without their values weights are saved by nobody
+            pass  # weights that stand in have no values: they come back first
         if not self.restores_for_saving:
             return
         try:

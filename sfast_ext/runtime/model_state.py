@@ -236,7 +236,7 @@ class ModuleContext:
 
     def tell_short(self) -> None:
         """Tell the user that weights stay in system memory, once until they have come."""
-        # who is crowded knows
+        # of a crowded model the user knows already
         if not self.model.streams and not self.model.crowded:
             self.model.streams = True
             self.report.event("8 bits", reasons.STREAMS())
