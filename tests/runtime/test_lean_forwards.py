@@ -93,6 +93,8 @@ class Mapped(nn.Linear):
         return torch.func.vmap(lambda rows: F.linear(rows, self.weight, self.bias))(x)
 
 
+# of each kind one, but for vmap, which takes long
+@pytest.mark.long(but=[0, 3, 4, 7, 8, 11, 12])
 @pytest.mark.parametrize("first", [True, False], ids=["first", "another size"])
 @pytest.mark.parametrize("kind", [GoesToAWeight, KeepsAView, Twice, Direct, OfData, OfRows, KeepsDerived, Mapped])
 def test_each_call_gives_what_the_original_gives(card: Card, kind: type[nn.Module], first: bool) -> None:  # noqa: F811

@@ -70,11 +70,9 @@ class Host(forge_neo_memory.Managed, forge_old.Host):
 
     def _drop(self) -> None:
         # what nobody holds is not moved, and goes with its patcher
-        loaded = self.model_data.sd_model is not None
         self.model_data.sd_model = None
         self.memory.unload_all_models()
-        if loaded:
-            gc.collect()
+        gc.collect()
 
     def _made(self, seed: int, channels: int, unet: Any) -> Any:
         unet = make_unet(seed, channels, dtype=self.DTYPE) if unet is None else unet
