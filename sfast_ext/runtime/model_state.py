@@ -248,7 +248,9 @@ class ModuleContext:
         resident, model = self.arena.resident, self.model
         if not resident or resident.in_parts or resident.device != device or resident.out(device):
             return False
-        if any(not plan.resident for each in model.accelerators() for plan in list(each.plans.values())):
+        plans = [plan for each in model.accelerators() for plan in list(each.plans.values())]
+        # without one they came for good
+        if not plans or not all(plan.resident for plan in plans):
             return False
         try:
             with self.arena.exclusively(device, _WAIT_S):

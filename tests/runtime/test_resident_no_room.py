@@ -204,6 +204,21 @@ def test_a_forward_without_room_next_to_all_weights_reads_them_by_layer(
     assert [on.error(48) < 0.06 for _ in range(2)] == [True] * 2 and on.plan.resident and on.count("errors") == 0
 
 
+def test_without_plans_weights_do_not_leave_again(
+    card: Card, on: On, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    card.capacity += MORE
+    assert on.error(32) < 0.06
+    # something else holds its banks still
+    banks = on.acc.arena.resident.banks
+    dropped(on)
+    forward = Crowded(on, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(on.acc._server), "_is_earned", lambda *_: False)
+        assert on.error(48) < 1e-6 and forward.asked == 1 and away(on) == 0
+    assert banks and not any(forward.runs) and on.count("errors") == 0
+
+
 def test_the_host_gives_way_if_there_is_none_by_layer_either(
     card: Card, on: On, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:
