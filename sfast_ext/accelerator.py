@@ -158,8 +158,7 @@ class Accelerator:
             if not (config.enabled and config.eight_bits):
                 left_aside.give_back(self._context)
             if self.whole is None and (was.tolerance, was.check) != (config.tolerance, config.check):
-                plans = (plan for each in self._model.accelerators() for plan in each.plans.values())
-                self._model.eight_bits.reconsider(selected=any(plan.banks for plan in plans))
+                self._model.eight_bits.reconsider(selected=any(plan.banks for plan in self._model.plans()))
 
     def new_generation(self) -> None:
         """A generation begins: the next call reads the behaviour key.

@@ -12,12 +12,11 @@ from typing import Any
 from torch import nn
 
 from sfast_ext import cache_folder, environment
+from sfast_ext.ui.requests import FORMER
 
 KEPT = 100
 VERSIONS = ("gpu", "driver", "torch", "cuda", "triton")
 """Of `environment.describe`, with each measurement."""
-_FORMER = "pictures"
-"""The name that `images` of a row had: files that an earlier version wrote have it."""
 
 
 class Measurements:
@@ -67,8 +66,9 @@ class Measurements:
             return []
         kept = [each for each in found if isinstance(each, dict) and isinstance(each.get("rows"), list)][-KEPT:]
         for row in (row for each in kept for row in each["rows"] if isinstance(row, dict)):
-            if _FORMER in row:
-                row.setdefault("images", row.pop(_FORMER))
+            # in files that an earlier version wrote
+            if FORMER in row:
+                row.setdefault("images", row.pop(FORMER))
         return kept
 
 

@@ -41,8 +41,7 @@ _COMMON = frozenset({"builtins", "torch", "sfast_ext"})
 def may_be(context: ModuleContext, key: PlanKey) -> bool:
     """Whether a call whose plan is made now leaves weights in system memory that are there. Without room for the plan
     it does as if they were to come back."""
-    model = context.model
-    if not key.eight_bits or model.lean_failed or model.streams or context.config.rare_calls:
+    if not key.eight_bits or not _is_possible(context):
         return False
     resident, banks = context.arena.resident, context.arena.banks
     if not resident.out(context.device()) or key.device != resident.device:
@@ -56,12 +55,16 @@ def hidden(context: ModuleContext, device: torch.device) -> contextlib.AbstractC
     """See `residency.hidden`. If the module has no plans, and its first is expected to be one with 8 bits, weights that
     may be in 8 bits stay in system memory for it."""
     model, resident = context.model, context.arena.resident
-    if not (resident.banks or resident.in_parts or model.lean_failed or model.streams or model.eight_bits.reason):
-        planned = any(each.plans for each in model.accelerators())
-        if not planned and not context.config.rare_calls and residency.wanted(context, device):
-            resident.expect(device)
-            return resident.hidden()
-    return residency.hidden(context, device)
+    first = not (resident.banks or resident.in_parts or model.eight_bits.reason or model.plans())
+    if not (first and _is_possible(context) and residency.wanted(context, device)):
+        return residency.hidden(context, device)
+    resident.expect(device)
+    return resident.hidden()
+
+
+def _is_possible(context: ModuleContext) -> bool:
+    model = context.model
+    return not (model.lean_failed or model.streams or context.config.rare_calls)
 
 
 def run(
@@ -79,7 +82,7 @@ def run(
         result = context.run_by_layer(context.slot.original, *args, **context.unconsumed(kwargs))
         if all(x.device == device for x in tensors(result)):
             return result
-        # it may have gone to where the forward believes a weight to be
+        # the forward may have moved it to the device of a weight
         why: Reason | None = reasons.NOT_LEAN("original forward", Detail("a result is not on the GPU"))
     except Exception as exc:
         if _is_theirs(exc):

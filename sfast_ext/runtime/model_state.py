@@ -98,6 +98,10 @@ class ModelState(Generic[A]):
         """That of the whole and those of the parts."""
         return (self.whole, *self.parts)
 
+    def plans(self) -> list[Plan]:
+        """Those of all accelerators, as they are now."""
+        return [plan for each in self.accelerators() for plan in list(each.plans.values())]
+
     def forget_plans(self, reason: str, *, at_once: bool = True) -> None:
         """Drop the plans of all accelerators: they share their weights."""
         for accelerator in self.accelerators():
@@ -105,7 +109,7 @@ class ModelState(Generic[A]):
 
     def restore_layout(self, report: Report) -> None:
         """Restore the original layout of the weights if there are no plans."""
-        if not any(accelerator.plans for accelerator in self.accelerators()):
+        if not self.plans():
             try:
                 self.arena.restore_layout()
             except Exception as exc:
@@ -119,7 +123,7 @@ class ModelState(Generic[A]):
             Whether memory was freed, and whether parameters use the rest.
         """
         with self.lock, contextlib.ExitStack() as locks:
-            plans = [plan for each in self.accelerators() for plan in each.plans.values()]
+            plans = self.plans()
             for pool in {id(plan.pool): plan.pool for plan in plans if plan.pool is not None}.values():
                 locks.enter_context(pool.lock)
             given, used = self.arena.vacancies([weight for plan in plans for weight in plan.weights])
@@ -248,7 +252,7 @@ class ModuleContext:
         resident, model = self.arena.resident, self.model
         if not resident or resident.in_parts or resident.device != device or resident.out(device):
             return False
-        plans = [plan for each in model.accelerators() for plan in list(each.plans.values())]
+        plans = model.plans()
         # without one they came for good
         if not plans or not all(plan.resident for plan in plans):
             return False

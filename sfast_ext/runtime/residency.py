@@ -191,10 +191,9 @@ def give_back(context: ModuleContext) -> None:
         return
     device = resident.device
     assert device is not None
-    for each in context.model.accelerators():
-        for plan in each.plans.values():
-            if plan.resident:
-                plan.drop_graph()
+    for plan in context.model.plans():
+        if plan.resident:
+            plan.drop_graph()
     with pool_of(device).lock:
         torch.cuda.synchronize(device)
         for bank in resident.banks:
@@ -213,8 +212,8 @@ def hidden(context: ModuleContext, device: torch.device) -> contextlib.AbstractC
 
 
 def _halves_are_read(context: ModuleContext) -> bool:
-    plans = (plan for each in context.model.accelerators() for plan in list(each.plans.values()))
-    return any(context.arena.resident.has(w) for plan in plans if not plan.resident for w in plan.weights)
+    halves = (plan for plan in context.model.plans() if not plan.resident)
+    return any(context.arena.resident.has(w) for plan in halves for w in plan.weights)
 
 
 def lent(context: ModuleContext, layer: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from sfast_ext.weights.original_layout import Strides
 from sfast_ext.weights.resident import Resident
 from sfast_ext.weights.tables import copied_table, table_of
 from sfast_ext.weights.tracked import TrackedWeights
-from sfast_ext.weights.vacancy import Vacancy, vacancies, vacant_bytes, vacate
+from sfast_ext.weights.vacancy import Vacancy, vacancies, vacant_bytes
 from sfast_ext.weights.weight import Weight, WeightsAway, WeightsChanged, WeightSlot, paths_of, places_of, slots_at
 
 __all__ = ["Weight", "WeightArena", "WeightsAway", "WeightsChanged"]
@@ -274,9 +274,7 @@ class WeightArena:
         """
         tracked = self._tracked
         with tracked.lock:
-            vacate(given)
-            for vacancy in given:
-                tracked.vacant.update((id(member.weight), vacancy) for member in vacancy.members)
+            tracked.vacate(given)
             if given:
                 self.banks.vacate()
             tracked.reset_detector()

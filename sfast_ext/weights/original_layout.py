@@ -160,6 +160,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return strided and torch._C._has_storage(tensor) and not torch._is_functional_tensor(tensor)
 
 
+def reach(x: torch.Tensor) -> int:
+    """The number of elements from the first of a tensor to its last, in memory."""
+    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride())) if x.numel() else 0
+
+
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """`tensor.data = data`. An inference tensor stays one, and a normal tensor stays normal.
 

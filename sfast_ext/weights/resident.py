@@ -33,7 +33,7 @@ from sfast_ext.weights.stand_ins import StandIns
 from sfast_ext.weights.streamed import Streamed
 from sfast_ext.weights.streamed_by_layer import StreamedByLayer
 from sfast_ext.weights.tracked import TrackedWeights
-from sfast_ext.weights.vacancy import vacancies, vacate
+from sfast_ext.weights.vacancy import vacancies
 from sfast_ext.weights.weight import Weight, WeightsAway, WeightSlot
 
 AUDITED_BYTES = 32 << 20
@@ -98,9 +98,7 @@ class Resident:
         known = [*tracked.known(), *tracked.packs.all()]
         live = [w for w in (*weights, *parts) if id(w) not in tracked.vacant and not w.is_bare]
         given, _ = vacancies(live, known, tracked.layouts)
-        vacate(given)
-        for vacancy in given:
-            tracked.vacant.update((id(member.weight), vacancy) for member in vacancy.members)
+        tracked.vacate(given)
         tracked.reset_detector()
         tracked.forget(tracked.vacant)
 

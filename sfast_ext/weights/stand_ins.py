@@ -14,9 +14,9 @@ import torch
 
 from sfast_ext import reasons
 from sfast_ext.weights.aside import Aside, in_system_memory
-from sfast_ext.weights.original_layout import live_tensor, set_data
+from sfast_ext.weights.original_layout import live_tensor, reach, set_data
 from sfast_ext.weights.tracked import TrackedWeights
-from sfast_ext.weights.vacancy import apart, of_pack, vacate
+from sfast_ext.weights.vacancy import apart, of_pack
 from sfast_ext.weights.weight import Weight, WeightsInUse
 
 
@@ -37,7 +37,7 @@ class StandIns:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 sources = [(value, live_tensor(value)) for value in in_system_memory(self._asides)]
-                sizes = [_reach(source) * source.element_size() for _, source in sources]
+                sizes = [reach(source) * source.element_size() for _, source in sources]
                 memory = torch.zeros(max(sizes, default=0), dtype=torch.uint8, device=self._device)
                 for (value, source), size in zip(sources, sizes):
                     there = memory[:size].view(source.dtype).as_strided(source.shape, source.stride())
@@ -56,10 +56,7 @@ class StandIns:
             with tracked.lock:
                 # next to one that plans read, whose live tensor is another
                 indexed = [w for w in tracked.weights.values() if id(w.bound) in taken and not w.plans]
-                given = apart(indexed, tracked.layouts)
-                vacate(given)
-                for vacancy in given:
-                    tracked.vacant.update((id(member.weight), vacancy) for member in vacancy.members)
+                tracked.vacate(apart(indexed, tracked.layouts))
                 tracked.reset_detector()
 
 
@@ -82,9 +79,5 @@ def pack(tracked: TrackedWeights, weights: Sequence[Weight]) -> Weight | None:
         whole = made.parts[0].pack
         assert whole is not None
         vacancy = of_pack(made, vacant) if whole is made else vacant[id(whole)].with_rows(made)
-        vacant.update((id(member.weight), vacancy) for member in vacancy.members)
+        tracked.note_vacant([vacancy])
     return made
-
-
-def _reach(x: torch.Tensor) -> int:
-    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride())) if x.numel() else 0

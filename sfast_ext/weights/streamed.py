@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sfast_ext.weights.original_layout import live_tensor, set_data
+from sfast_ext.weights.original_layout import live_tensor, reach, set_data
 from sfast_ext.weights.staging import Staging
 
 
@@ -85,11 +85,11 @@ class Streamed(TorchDispatchMode):
         return plain and x.untyped_storage()._cdata in self._held
 
     def _on_gpu(self, x: torch.Tensor) -> torch.Tensor:
-        # all from its first element to its last: it may be expanded, or a part
-        reach = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride())) if x.numel() else 0
+        # it may be expanded, or a part
+        size = reach(x)
         with torch.inference_mode(False), torch.no_grad():
-            source = live_tensor(x).as_strided((reach,), (1,))
-            there = torch.empty(reach, dtype=x.dtype, device=self._device)
+            source = live_tensor(x).as_strided((size,), (1,))
+            there = torch.empty(size, dtype=x.dtype, device=self._device)
             self._copy(there, source)
             return there.as_strided(x.shape, x.stride())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from sfast_ext.weights.gate import Gate, gate_of
 from sfast_ext.weights.host_order import HostOrder, Turn
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides, set_data
 from sfast_ext.weights.packs import Packs
-from sfast_ext.weights.vacancy import Vacancy
+from sfast_ext.weights.vacancy import Vacancy, vacate
 from sfast_ext.weights.weight import (
     Weight,
     WeightsChanged,
@@ -121,6 +121,16 @@ class TrackedWeights:
         parts = [p for pack in self.packs.all() for p in pack.parts]
         every = [*self.weights.values(), *self.tables.values(), *self.live, *parts]
         return list({id(w): w for w in every}.values())
+
+    def vacate(self, given: Sequence[Vacancy]) -> None:
+        """Free the memory of these blocks. The caller resets the detector."""
+        vacate(given)
+        self.note_vacant(given)
+
+    def note_vacant(self, given: Iterable[Vacancy]) -> None:
+        """These blocks have no memory."""
+        for vacancy in given:
+            self.vacant.update((id(member.weight), vacancy) for member in vacancy.members)
 
     def refuse_unknown(self, weights: Iterable[Weight]) -> None:
         """See that a plan may read these.

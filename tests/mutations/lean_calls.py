@@ -77,8 +77,7 @@ MUTATIONS = [
     ),
     Mutation(
         "memory of the GPU that all share", _STAND_INS,
-        "tracked.vacant.update((id(member.weight), vacancy) for member in vacancy.members)\n"
-        "                tracked.reset_detector()", "pass",
+        "tracked.vacate(apart(indexed, tracked.layouts))\n                tracked.reset_detector()", "pass",
         (_TESTS + "test_results_are_those_with_all_weights_on_the_gpu",),
     ),
     Mutation(
@@ -150,7 +149,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights that others than a first plan read", _LEAN,
-        "if not planned and not context.config.rare_calls and residency.wanted(context, device):", "if True:",
+        "if not (first and _is_possible(context) and residency.wanted(context, device)):", "if False:",
         (_FIRST + "test_where_no_such_plan_is_expected_the_module_comes",),
     ),
     Mutation(

@@ -12,16 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from sfast_ext.runtime import lean_calls
-from sfast_ext.weights import arena, expected
+from sfast_ext.weights import arena
 
 from .eight_bits import Net, On, changed
-from .test_lean_first_calls import FEW, move, moved
+from .test_lean_first_calls import FEW, least, move, moved  # noqa: F401
 from .test_resident import CARD, away, card, halves, kernels, started  # noqa: F401
-
-
-@pytest.fixture(autouse=True)
-def least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected, "LEAST", 8 << 10)
 
 
 class GoesToAWeight(Net):
