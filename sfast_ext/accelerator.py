@@ -35,7 +35,7 @@ from sfast_ext.torch_state import compiles
 from sfast_ext.weights.arena import WeightArena
 from sfast_ext.weights.aside import Hidden
 from sfast_ext.weights.submodule_arena import SubmoduleArena
-from sfast_ext.weights.weight import WeightsAway, WeightsInUse
+from sfast_ext.weights.weight import WeightsAway
 
 
 class Accelerator:
@@ -289,9 +289,17 @@ class Accelerator:
         Args:
             early: whether those that the first plan may read so stay as well.
         """
-        if not (self.installed() and not self.parts and self.config.enabled and self.config.eight_bits):
-            return contextlib.nullcontext()
-        return (lean_calls if early else residency).hidden(self._context, device)
+        found = (lean_calls if early else residency).hidden
+        return found(self._context, device) if self._sets_aside() else contextlib.nullcontext()
+
+    def leave_early(self) -> None:
+        """After the host has moved the module to the GPU: what `keeping_aside` with `early` would have left in system
+        memory goes there now. Raises nothing."""
+        if self._sets_aside():
+            lean_calls.leave_early(self._context)
+
+    def _sets_aside(self) -> bool:
+        return self.installed() and not self.parts and self.config.enabled and self.config.eight_bits
 
     def on_gpu(self, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Within, the weights of a layer that are set aside are on the GPU, if the rest of the module is. For a host
@@ -320,19 +328,7 @@ class Accelerator:
 
     def before_saving(self) -> None:
         """Restore the original layout of the parameters: libraries that save weights refuse other strides."""
-        with self.arena.resident.standing:
-            pass  # weights that stand in have no values: they come back first
-        if not self.restores_for_saving:
-            return
-        try:
-            # a copy has its weights on one device, as the module would have
-            self._context.bring_back()
-            self.arena.restore_layout_temporarily()
-        except torch.cuda.OutOfMemoryError as exc:
-            self.report.event("weights", f"they are saved where they are: {exc}")
-        except WeightsInUse as exc:
-            # the values are right, and some libraries accept any strides
-            self.report.event("weights", f"they are saved as they lie: {exc}")
+        residency.before_saving(self._context, self.restores_for_saving)
 
     def before_forward(self) -> None:
         """If another forward is in the module's place, it reads the weights that are set aside."""

@@ -33,7 +33,7 @@ from sfast_ext.kernels.backend.registry import Kernel
 from sfast_ext.kernels.eight_bits import quantise_rows
 from sfast_ext.passes import eight_bits_selection
 from sfast_ext.plans import plan
-from sfast_ext.runtime import plan_builder, plan_cache, plan_maker
+from sfast_ext.runtime import lean_calls, plan_builder, plan_cache, plan_maker
 from sfast_ext.weights import host_order, staging
 from sfast_ext.weights.staging import Staging
 
@@ -446,6 +446,7 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(Kernel, "__call__", lambda kernel, *args, **kwargs: _Launch(card, kernel)(*args, **kwargs))
     # there is nothing to compile for it, and a dry run, at four other sizes as well, computes what references do
     patch.setattr(plan_maker, "precompile", lambda graph, device: 0)
+    patch.setattr(lean_calls, "unsupported", lambda device, dtypes: None)
     patch.setattr(plan_builder, "capture", _while(card, "blind", plan_builder.capture))
     for name in ("_run_static", "run_eagerly"):
         patch.setattr(plan.Plan, name, _while(card, "in_plan", getattr(plan.Plan, name)))

@@ -42,7 +42,7 @@ class WebUISession(Session):
     def install(self, host: Installation) -> None:
         """Register callbacks, and wrap the functions that free memory, for which there are none."""
         # a model was loaded; or other weights, or another VAE, into the model that is loaded
-        host.callback("on_model_loaded", self.callback(self._follow))
+        host.callback("on_model_loaded", self.callback(self._model_loaded))
         # before each step: the only callback after every switch of the model, those of refiner and hires fix too
         host.callback("on_cfg_denoiser", self.callback(self._step))
         host.feature(webui_probes.MEMORY, self._install_memory)
@@ -70,6 +70,13 @@ class WebUISession(Session):
 
     def _follow(self, model: Any) -> None:
         raise NotImplementedError
+
+    def _model_loaded(self, model: Any) -> None:
+        self._follow(model)
+        unet = self.unet_of(model)
+        found = None if unet is None else accelerator_of(unet)
+        if found is not None:
+            found.leave_early()
 
     def _follow_vae(self, model: Any) -> None:
         raise NotImplementedError

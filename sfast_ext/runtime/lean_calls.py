@@ -27,12 +27,13 @@ from sfast_ext.preparation import Interrupted
 from sfast_ext.reasons import Declined, Detail, Reason, one_line
 from sfast_ext.report import stage, words_of
 from sfast_ext.runtime import residency
+from sfast_ext.runtime.eight_bits import unsupported
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.runtime.plan_runner import out_of_memory
 from sfast_ext.weights.aside import Hidden
 from sfast_ext.weights.streamed import tensors
-from sfast_ext.weights.weight import WeightsAway
+from sfast_ext.weights.weight import WeightsAway, WeightsInUse
 
 _COMMON = frozenset({"builtins", "torch", "sfast_ext"})
 """Where classes are of exceptions that may be due to weights in system memory."""
@@ -54,12 +55,44 @@ def may_be(context: ModuleContext, key: PlanKey) -> bool:
 def hidden(context: ModuleContext, device: torch.device) -> contextlib.AbstractContextManager[Hidden | None]:
     """See `residency.hidden`. If the module has no plans, and its first is expected to be one with 8 bits, weights that
     may be in 8 bits stay in system memory for it."""
+    if not _expects(context, device):
+        return residency.hidden(context, device)
+    context.arena.resident.expect(device)
+    return context.arena.resident.hidden()
+
+
+def leave_early(context: ModuleContext) -> None:
+    """The host has moved the whole module to the GPU: weights of which plans read 8-bit integers leave it before the
+    next call, and if the module has no plans, those that `hidden` leaves in system memory. Not if another thread uses
+    them. Raises nothing."""
+    resident, device = context.arena.resident, context.device()
+    if device is None or device.type != "cuda" or resident.in_parts:
+        return
+    first = _expects(context, device)
+    if not first and not residency.stay_aside(context, device):
+        return
+    try:
+        with context.arena.exclusively(device):
+            if first:
+                resident.expect(device, leaving=True)
+            else:
+                resident.leave()
+        torch.cuda.empty_cache()
+    except WeightsInUse:
+        pass
+    except Exception as exc:
+        # the next call finds the weights wherever they are
+        context.model.lean_failed = True
+        context.report.error("weights that leave the GPU", exc)
+
+
+def _expects(context: ModuleContext, device: torch.device) -> bool:
+    """Whether the module has no plans, and its first is expected to be one with 8 bits."""
     model, resident = context.model, context.arena.resident
     first = not (resident.banks or resident.in_parts or model.eight_bits.reason or model.plans())
     if not (first and _is_possible(context) and residency.wanted(context, device)):
-        return residency.hidden(context, device)
-    resident.expect(device)
-    return resident.hidden()
+        return False
+    return unsupported(device, {p.dtype for p in context.module.parameters()}) is None
 
 
 def _is_possible(context: ModuleContext) -> bool:

@@ -205,15 +205,41 @@ def give_back(context: ModuleContext) -> None:
 def hidden(context: ModuleContext, device: torch.device) -> contextlib.AbstractContextManager[Hidden | None]:
     """See `Resident.hidden`, while the host moves the module to a device. Not if plans read half-precision values of
     these weights: they get them as they get others, else their memory and the host's were there at once."""
+    return context.arena.resident.hidden() if stay_aside(context, device) else contextlib.nullcontext()
+
+
+def stay_aside(context: ModuleContext, device: torch.device) -> bool:
+    """Whether plans on a device read 8-bit integers of weights, and none their half-precision values."""
     resident = context.arena.resident
-    if resident.device != device or resident.in_parts or not resident.banks or _halves_are_read(context):
-        return contextlib.nullcontext()
-    return resident.hidden()
+    there = resident.device == device and not resident.in_parts
+    return there and bool(resident.banks) and not _halves_are_read(context)
 
 
 def _halves_are_read(context: ModuleContext) -> bool:
     halves = (plan for plan in context.model.plans() if not plan.resident)
     return any(context.arena.resident.has(w) for plan in halves for w in plan.weights)
+
+
+def before_saving(context: ModuleContext, restores: bool) -> None:
+    """The original layout of the parameters is restored: libraries that save weights refuse other strides.
+
+    Args:
+        restores: False: they stay as they lie.
+    """
+    arena = context.arena
+    with arena.resident.standing:
+        pass  # weights that stand in have no values: they come back first
+    if not restores:
+        return
+    try:
+        # a copy has its weights on one device, as the module would have
+        context.bring_back()
+        arena.restore_layout_temporarily()
+    except torch.cuda.OutOfMemoryError as exc:
+        context.report.event("weights", f"they are saved where they are: {exc}")
+    except WeightsInUse as exc:
+        # the values are right, and some libraries accept any strides
+        context.report.event("weights", f"they are saved as they lie: {exc}")
 
 
 def lent(context: ModuleContext, layer: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -102,9 +102,16 @@ class Resident:
         tracked.reset_detector()
         tracked.forget(tracked.vacant)
 
-    def expect(self, device: torch.device) -> None:
-        """Before there are banks: what may be in 8 bits counts as set aside, if it is in system memory."""
-        self._asides, self.device = {**expected(self._tracked.root), **self._asides}, device
+    def expect(self, device: torch.device, leaving: bool = False) -> None:
+        """Before there are banks: what may be in 8 bits counts as set aside, if it is in system memory.
+
+        Args:
+            leaving: whether it moves there now if it is on the GPU.
+        """
+        there = expected(self._tracked.root, device if leaving else None)
+        self._asides, self.device = {**there, **self._asides}, device
+        if leaving:
+            self.leave()
 
     def keep_used(self) -> None:
         """What came to the GPU for plans, and of which no bank is made, does not count as set aside any more."""

@@ -139,13 +139,36 @@ MUTATIONS = [
     ),
     Mutation(
         "weights of a first plan, before the host moves them", _LEAN,
-        "resident.expect(device)", "pass",
+        "context.arena.resident.expect(device)", "pass",
         (_FIRST + "test_the_first_call_brings_no_weights",),
     ),
     Mutation(
         "weights of a first plan in AUTOMATIC1111", "hosts/moves.py",
         "with staying(accelerators, place, early=True):", "with staying(accelerators, place):",
         ("hosts/adapters/test_a1111_resident_first.py::test_the_first_image",),
+    ),
+    Mutation(
+        "weights of a first plan that are on the GPU", "hosts/attachment.py", "accelerator.leave_early()", "pass",
+        ("hosts/adapters/test_a1111_resident_first.py::test_weights_leave_if_the_extension_is_turned_on_later",),
+    ),
+    Mutation(
+        "weights of a model that was loaded again", "hosts/webui_session.py", "found.leave_early()", "pass",
+        ("hosts/adapters/test_a1111_resident_first.py::test_without_a_flag_weights_leave_when_a_model_is_loaded",),
+    ),
+    Mutation(
+        "weights that leave while another thread reads them", _LEAN,
+        "except WeightsInUse:\n pass", "except AssertionError: pass",
+        (_FIRST + "test_what_another_thread_uses_stays",),
+    ),
+    Mutation(
+        "weights that plans in half precision read stay", _LEAN,
+        "if not first and not residency.stay_aside(context, device):", "if False:",
+        (_FIRST + "test_what_plans_are_not_expected_to_read_stays",),
+    ),
+    Mutation(
+        "weights of a GPU that has no 8 bits", _LEAN,
+        "return unsupported(device, {p.dtype for p in context.module.parameters()}) is None", "return True",
+        (_FIRST + "test_what_plans_are_not_expected_to_read_stays",),
     ),
     Mutation(
         "weights that others than a first plan read", _LEAN,

@@ -184,9 +184,8 @@ MUTATIONS = [
         (_TESTS + "test_a_forward_that_is_put_over_the_module_finds_its_weights",),
     ),
     Mutation(
-        "weights of copies", "accelerator.py",
-        "self._context.bring_back()\n self.arena.restore_layout_temporarily()",
-        "self.arena.restore_layout_temporarily()",
+        "weights of copies", "runtime/residency.py",
+        "context.bring_back()\n arena.restore_layout_temporarily()", "arena.restore_layout_temporarily()",
         (_TESTS + "test_copies_have_their_weights_on_one_device",),
     ),
     Mutation(

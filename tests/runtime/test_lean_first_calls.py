@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from pretended_card import GPU, Card
 from torch import nn
 
 from sfast_ext import Config, accelerate, accelerator_of
-from sfast_ext.runtime import plan_builder
+from sfast_ext.runtime import lean_calls, plan_builder
 from sfast_ext.weights import expected
 from sfast_ext.weights.resident import Resident
 
@@ -179,7 +181,10 @@ def test_where_no_such_plan_is_expected_the_module_comes(
 
 
 class _Plan:
-    resident, banks, weights = False, (), ()
+    resident, banks = False, ()
+
+    def __init__(self, weights: Any = ()) -> None:
+        self.weights = weights
 
 
 def test_layers_alone_are_expected(card: Card) -> None:  # noqa: F811
@@ -197,3 +202,82 @@ def test_layers_alone_are_expected(card: Card) -> None:  # noqa: F811
     assert list(found) == ["first.weight", "second.weight"] and found["second.weight"].now is odd.second.weight
     assert len(found["second.weight"].slots) == 2
     assert not expected.expected(odd.float())
+
+
+def loaded(config: Config = CARD) -> On:
+    """A model that was on the GPU before it is accelerated."""
+    on = On(config, "cuda")
+    on.acc.leave_early()
+    return on
+
+
+def test_what_is_on_the_gpu_leaves_before_the_first_call(card: Card) -> None:  # noqa: F811
+    before = card.used
+    on, other = loaded(), moved()
+    left = sum(p.nbytes for p in halves(on.ours))
+    assert away(on) == len(halves(on.ours)) and on.device == "cuda"
+    assert card.used - before < 2 * sum(p.nbytes for p in on.ours.parameters()) - 2 * left + 4096
+    for rows in (FEW, FEW, 256, 256):
+        assert torch.equal(on.call(rows)[0], other.call(rows)[0]), rows
+    assert on.plan.resident and on.count("weights_brought_back") == 0 and on.count("errors") == 0, on.words()
+    on.acc.release()
+    assert away(on) == 0 and all(map(torch.equal, (p.cpu() for p in on.ours.parameters()), on.twin.parameters()))
+
+
+def test_what_the_host_moved_again_leaves_before_the_next_call(card: Card) -> None:  # noqa: F811
+    on = loaded()
+    on.call(FEW)
+    on.ours.to("cpu")
+    on.both(changed("in place", -1.6))
+    on.ours.to("cuda")
+    assert away(on) == 0
+    on.acc.leave_early()
+    assert away(on) == len(halves(on.ours))
+    assert on.error(FEW) < 0.06 and on.count("weights_brought_back") == 0 and on.count("errors") == 0
+
+
+@pytest.mark.parametrize(
+    "why", ["another config", "a large card", "a failure", "no 8 bits", "8 bits stopped", "in parts", "half precision"]
+)
+def test_what_plans_are_not_expected_to_read_stays(
+    card: Card, monkeypatch: pytest.MonkeyPatch, why: str  # noqa: F811
+) -> None:
+    on = On({"another config": OFF, "a large card": Config(triton=False, eight_bits=True)}.get(why, CARD), "cuda")
+    model = on.acc._context.model
+    if why == "a failure":
+        model.lean_failed = True
+    if why == "no 8 bits":
+        monkeypatch.setattr(lean_calls, "unsupported", lambda *_: plan_builder.reasons.OLD_FOR_EIGHT_BITS("7.0", "7.5"))
+    if why == "8 bits stopped":
+        model.eight_bits.reason = plan_builder.reasons.EIGHT_BITS_NO_GAIN()
+    if why == "in parts":
+        on.acc.arena.resident.in_parts = True
+    if why == "half precision":
+        on.call(FEW)
+        on.ours.to("cpu")
+        on.ours.to("cuda")
+        on.acc._cache.plans["k"] = _Plan(list(on.plan.weights) or list(on.acc.arena._tracked.weights.values()))
+        monkeypatch.setattr(Resident, "has", lambda resident, weight: True)
+    on.acc.leave_early()
+    assert away(on) == 0
+
+
+def test_what_another_thread_uses_stays(card: Card) -> None:  # noqa: F811
+    on = On(CARD, "cuda")
+    begun, ended = threading.Event(), threading.Event()
+
+    def forward() -> None:
+        # as `ModuleContext.run_forward` begins
+        with on.acc.arena.order.host():
+            begun.set()
+            assert ended.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(forward)
+        assert begun.wait(60)
+        on.acc.leave_early()
+        assert away(on) == 0 and not on.acc.arena.resident
+        ended.set()
+        other.result()
+    on.acc.leave_early()
+    assert away(on) == len(halves(on.ours)) and on.error(FEW) < 1e-6 and on.count("errors") == 0
