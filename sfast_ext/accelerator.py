@@ -292,11 +292,10 @@ class Accelerator:
         found = (lean_calls if early else residency).hidden
         return found(self._context, device) if self._sets_aside() else contextlib.nullcontext()
 
-    def leave_early(self) -> None:
+    def leave_early(self) -> bool:
         """After the host has moved the module to the GPU: what `keeping_aside` with `early` would have left in system
-        memory goes there now. Raises nothing."""
-        if self._sets_aside():
-            lean_calls.leave_early(self._context)
+        memory goes there now. Whether any has. Raises nothing."""
+        return self._sets_aside() and lean_calls.leave_early(self._context)
 
     def _sets_aside(self) -> bool:
         return self.installed() and not self.parts and self.config.enabled and self.config.eight_bits

@@ -227,7 +227,6 @@ class Attachment:
         if self._switched_off and config.earned:
             # who switches it off and on again compares: the next plan need not be earned
             accelerator.forget_plans(None)
-        accelerator.leave_early()
         return accelerator
 
     def _move_plans(self, accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> bool:

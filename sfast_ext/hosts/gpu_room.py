@@ -32,9 +32,8 @@ WORKSPACE = 512 << 20
 PLANS_WORKSPACE = 256 << 20
 """Bytes that libraries need while a plan runs, in addition to its values."""
 
-OTHERS_RESERVE, OTHERS_PART = 2200 << 20, 0.28
-"""Bytes of such a card that are left to other programs while a VAE runs, and the part of its memory that they are at
-most: 1.6 GB of 6. So this process has 5.5 of 8 GB at most, once the VAE has a plan."""
+OTHERS_PART = 0.32
+"""What is left to other programs while a VAE runs, of such a card's memory: 2.5 of 8 GB, so this process has 5.5."""
 
 GAPS = 1.25
 """A block in which all values of a VAE find a place, as a multiple of what they take: 2.4 GB of 1024x1024 fit into 3.4
@@ -108,7 +107,7 @@ def left_to_others(needed: float) -> float:
     tight = needed >= _LARGE and is_tight()
     resident = tight and any(banks.resident() for banks in graph_pool.pool_of(host_gpu.device()).spare)
     total = environment.gpu_memory(host_gpu.device()) or 0
-    return min(OTHERS_RESERVE, OTHERS_PART * total) if resident else 0.0
+    return OTHERS_PART * total if resident else 0.0
 
 
 def hold_one_block(needed: float) -> None:

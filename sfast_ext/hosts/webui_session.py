@@ -73,10 +73,10 @@ class WebUISession(Session):
 
     def _model_loaded(self, model: Any) -> None:
         self._follow(model)
-        unet = self.unet_of(model)
-        found = None if unet is None else accelerator_of(unet)
-        if found is not None:
-            found.leave_early()
+        self._leave_early(model)
+
+    def _leave_early(self, model: Any) -> None:
+        """See `Accelerator.leave_early`; for a WebUI that loads its model to the GPU before it is accelerated."""
 
     def _follow_vae(self, model: Any) -> None:
         raise NotImplementedError
@@ -96,12 +96,16 @@ class WebUISession(Session):
             step = getattr(params, "sampling_step", 0)
         new_pass = denoiser is None or denoiser is not seen or step == 0
         model = self.model()
+        unet = self.unet_of(model)
         # Each step compares identities. Settings and the UNet are read once for each pass.
-        if not new_pass and self._unets.unchanged(self.unet_of(model)):
+        if not new_pass and self._unets.unchanged(unet):
             return
+        known = unet is not None and self._unets.holds(unet)
         self._denoiser = weakref.ref(denoiser) if denoiser is not None else None
         self._images = getattr(getattr(denoiser, "p", None), "batch_size", None)
         self._follow(model)
+        if not known:
+            self._leave_early(model)
 
     def _begin_pass(self, accelerator: Accelerator | None) -> None:
         """A pass of the sampler through a network has begun."""

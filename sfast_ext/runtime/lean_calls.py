@@ -61,29 +61,33 @@ def hidden(context: ModuleContext, device: torch.device) -> contextlib.AbstractC
     return context.arena.resident.hidden()
 
 
-def leave_early(context: ModuleContext) -> None:
+def leave_early(context: ModuleContext) -> bool:
     """The host has moved the whole module to the GPU: weights of which plans read 8-bit integers leave it before the
     next call, and if the module has no plans, those that `hidden` leaves in system memory. Not if another thread uses
-    them. Raises nothing."""
+    them. Whether any has left. Raises nothing."""
     resident, device = context.arena.resident, context.device()
     if device is None or device.type != "cuda" or resident.in_parts:
-        return
+        return False
     first = _expects(context, device)
     if not first and not residency.stay_aside(context, device):
-        return
+        return False
     try:
         with context.arena.exclusively(device):
+            before = len(resident.elsewhere())
             if first:
                 resident.expect(device, leaving=True)
             else:
                 resident.leave()
+            left = len(resident.elsewhere()) > before
         torch.cuda.empty_cache()
+        return left
     except WeightsInUse:
         pass
     except Exception as exc:
         # the next call finds the weights wherever they are
         context.model.lean_failed = True
         context.report.error("weights that leave the GPU", exc)
+    return False
 
 
 def _expects(context: ModuleContext, device: torch.device) -> bool:

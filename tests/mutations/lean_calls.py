@@ -148,12 +148,30 @@ MUTATIONS = [
         ("hosts/adapters/test_a1111_resident_first.py::test_the_first_image",),
     ),
     Mutation(
-        "weights of a first plan that are on the GPU", "hosts/attachment.py", "accelerator.leave_early()", "pass",
+        "weights of a model that is accelerated later", "hosts/webui_session.py", "if not known:", "if False:",
         ("hosts/adapters/test_a1111_resident_first.py::test_weights_leave_if_the_extension_is_turned_on_later",),
     ),
     Mutation(
-        "weights of a model that was loaded again", "hosts/webui_session.py", "found.leave_early()", "pass",
+        "weights of a model that was loaded", "hosts/webui_session.py",
+        "self._follow(model)\n self._leave_early(model)", "self._follow(model)",
         ("hosts/adapters/test_a1111_resident_first.py::test_without_a_flag_weights_leave_when_a_model_is_loaded",),
+    ),
+    Mutation(
+        "what plans read where it is", "hosts/a1111/memory.py",
+        "if not any(each.plans for attachment in attachments for each in attachment.accelerators()):", "if True:",
+        ("hosts/adapters/test_a1111_resident_first.py::test_what_stays_moves_together_until_plans_read_it",),
+    ),
+    Mutation(
+        "parameters on one memory", "weights/defragmentation.py", "and used[memory_of(p)] == 1", "",
+        ("weights/test_defragmentation.py::test_parameters_get_other_memory_with_the_same_values",),
+    ),
+    Mutation(
+        "parameters that did not come again", "weights/defragmentation.py", "if not parameter.is_cuda:", "if False:",
+        ("weights/test_defragmentation.py::test_if_anything_fails_all_are_on_the_gpu",),
+    ),
+    Mutation(
+        "memory of other programs next to Forge's VAE", "hosts/forge/memory.py", "if in_one:", "if False:",
+        ("hosts/adapters/test_forge_vae_room.py::test_the_original_leaves_memory_to_other_programs_too",),
     ),
     Mutation(
         "weights that leave while another thread reads them", _LEAN,

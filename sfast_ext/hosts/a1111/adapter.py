@@ -49,9 +49,13 @@ def detect() -> bool:
 
 
 class A1111Hooks:
-    """What the accelerator of one UNet or ControlNet asks the WebUI at each call. Each answer takes microseconds."""
+    """What the accelerator of one UNet or ControlNet asks the WebUI at each call. Each answer takes microseconds.
 
-    def __init__(self, unet: nn.Module) -> None:
+    Args:
+        whole: whether a UNet that --lowvram moves comes as a whole; None for what is no UNet of a session.
+    """
+
+    def __init__(self, unet: nn.Module, whole: WholeUnet | None = None) -> None:
         from modules import devices, sd_hijack, sd_unet, shared
 
         self._devices, self._hijack, self._sd_unet, self._shared = devices, sd_hijack, sd_unet, shared
@@ -59,8 +63,7 @@ class A1111Hooks:
         self._unet = weakref.ref(unet)
         self._lora = lora.LoraLayers()
         self._hypertile: list[weakref.ref[nn.Module]] = []
-        self.whole: WholeUnet | None = None
-        """Whether a UNet that --lowvram moves comes as a whole; None for what is no UNet of a session."""
+        self._whole = whole
         self._offloaded: Reason | None = None
         self._dormant = DormantPatches()
         self.images: int | None = None
@@ -84,7 +87,7 @@ class A1111Hooks:
         )
 
     def _short_of_memory(self) -> bool:
-        return self.whole is not None and self.whole.gave_way(self._unet())
+        return self._whole is not None and self._whole.gave_way(self._unet())
 
     def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
         """A call in a user's words."""
@@ -107,7 +110,7 @@ class A1111Hooks:
 
     def _offload_reason(self) -> Reason | None:
         if _moves_blocks(self._shared.sd_model, self._shared.cmd_opts):
-            comes_whole = self.whole is not None and self.whole.holds(self._unet())
+            comes_whole = self._whole is not None and self._whole.holds(self._unet())
             return None if comes_whole else reasons.LOWVRAM()
         return None
 
@@ -319,27 +322,26 @@ class A1111Session(WebUISession):
         return not any(getattr(shared.opts, name, False) for name in ("pad_cond_uncond", "pad_cond_uncond_v0"))
 
     def _hooks_for(self, unet: nn.Module) -> Hooks:
-        hooks = self._hooks.get(unet)
-        if hooks is None:
-            hooks = self._hooks[unet] = A1111Hooks(unet)
-            hooks.whole = self._whole
-        return hooks.hooks()
+        return self._made(unet, lambda: A1111Hooks(unet, self._whole))
 
     def _hooks_for_vae(self, part: nn.Module, named: Callable[[Sequence[tuple[int, ...]]], str | None]) -> Hooks:
-        hooks = self._hooks.get(part)
-        if hooks is None:
-            hooks = self._hooks[part] = A1111VaeHooks(part, named)
-        return hooks.hooks()
+        return self._made(part, lambda: A1111VaeHooks(part, named))
 
     def _hooks_for_text(self, module: nn.Module) -> Hooks:
+        return self._made(module, lambda: A1111TextHooks(module))
+
+    def _made(self, module: nn.Module, make: Callable[[], A1111Hooks]) -> Hooks:
         hooks = self._hooks.get(module)
         if hooks is None:
-            hooks = self._hooks[module] = A1111TextHooks(module)
+            hooks = self._hooks[module] = make()
         return hooks.hooks()
 
     def _step(self, params: Any) -> None:
         self._unets.check_parts()
         super()._step(params)
+
+    def _leave_early(self, model: Any) -> None:
+        self.guarded(lambda: self._memory.leave_early(model))
 
     def _follow(self, sd_model: Any) -> None:
         from modules import sd_unet

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.accelerator import Accelerator
+from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
@@ -19,6 +19,7 @@ from sfast_ext.hosts.text_encoders import TextEncoders
 from sfast_ext.hosts.vae import Vaes
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
+from sfast_ext.weights.defragmentation import defragment
 
 _WHY = "the WebUI needs the GPU memory"
 
@@ -83,17 +84,32 @@ class A1111Memory:
             moved = accelerated and getattr(model, "lowvram", False)
             self._moves.watch(self._moved(model) if moved else ())
 
+    def leave_early(self, model: Any) -> None:
+        """The WebUI has loaded a model to the GPU, or it is accelerated from now on: see `Accelerator.leave_early`."""
+        unet = self._unet_of(model)
+        found = None if unet is None or not self._attachment.holds(unet) else accelerator_of(unet)
+        if found is None or not found.leave_early():
+            return
+        attachments = (self._attachment, *(each for rare in self._rare for each in rare.attachments))
+        # plans read weights where they are
+        if not any(each.plans for attachment in attachments for each in attachment.accelerators()):
+            defragment(self._parts(model))
+
     def _moved(self, model: Any) -> Iterator[nn.Module]:
         """What the WebUI moves of a model with --medvram or --lowvram."""
         from modules import shared
 
-        parts = [functools.reduce(_attribute, name.split("."), model) for name in _MOVED]
+        parts: list[Any] = list(self._parts(model))
         if getattr(shared.cmd_opts, "lowvram", False):
             unet = self._unet_of(model)
             parts += [_attribute(unet, name) for name in UNET_BLOCKS]
         for part in parts:
             if isinstance(part, nn.Module):
                 yield from part if isinstance(part, nn.ModuleList) else [part]
+
+    def _parts(self, model: Any) -> Iterator[nn.Module]:
+        parts = (functools.reduce(_attribute, name.split("."), model) for name in _MOVED)
+        return (part for part in parts if isinstance(part, nn.Module))
 
     def _send_away(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         unet = self._unet_of(model)

@@ -74,7 +74,8 @@ class ForgeSession(WebUISession):
     def _follow_vae(self, model: Any) -> None:
         if self._has_vae:
             config = self.config()
-            self._secondary.follow_vae(model, config)
+            found = self._secondary.follow_vae(model, config)
+            self._memory.watch(found if config.enabled else None)
             self._secondary.follow_text(model, config)
 
     def _install_memory(self) -> None:

@@ -16,6 +16,7 @@ from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import fetch_weights, place_of
 from sfast_ext.hosts.session import guarded
+from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
 
 _WHY = "the WebUI needs the GPU memory"
@@ -34,6 +35,7 @@ class ForgeMemory:
 
     def __init__(self, attachments: Sequence[Attachment], report: Report) -> None:
         self._attachments, self._report = tuple(attachments), report
+        self._vaes = VaeMemory(self._make_room_in_one)
         self._free_bytes: Callable[[torch.device], float] = lambda _device: 0.0
 
     def install(self, host: Installation) -> None:
@@ -43,6 +45,16 @@ class ForgeMemory:
         host.wrap("unload_all_models", self._unload_all)
         host.wrap("Upscaler.upscale", self._upscale)
         self._install_loading(host)
+        host.add(self._vaes.release)
+
+    def watch(self, vae: nn.Module | None) -> None:
+        """On a small card, leave memory to other programs while this VAE runs, and no other. Forge makes room for the
+        VAE alone, in pieces."""
+        self._vaes.watch([vae] if gpu_room.is_tight() else ())
+
+    def _make_room_in_one(self, needed: float, in_one: bool) -> None:
+        if in_one:
+            self.make_room(needed, in_one)
 
     def _install_loading(self, host: Installation) -> None:
         host.wrap("ModelPatcher.load", self._load)

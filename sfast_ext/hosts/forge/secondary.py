@@ -50,14 +50,15 @@ class SecondaryNetworks:
             *self.texts.attachments,
         )
 
-    def follow_vae(self, model: Any, config: HostConfig) -> None:
-        """Accelerate the VAE of the model that is used."""
+    def follow_vae(self, model: Any, config: HostConfig) -> nn.Module | None:
+        """Accelerate the VAE of the model that is used. Returns it."""
         found = getattr(getattr(getattr(model, "forge_objects", None), "vae", None), "first_stage_model", None)
         found = found if isinstance(found, nn.Module) else None
         # weak: Forge drops it with the model
         self._vae = _none if found is None else weakref.ref(found)
         for each in self.vaes.follow([found], config):
             self._new_pass(each.module)
+        return found
 
     def follow_text(self, model: Any, config: HostConfig) -> None:
         """Accelerate the text encoders of the model that is used."""

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from hosts.adapters.test_a1111_resident import MEDVRAM, NONE, SIZE, Running, net, on  # noqa: F401
+from sfast_ext.hosts.a1111 import memory
 from sfast_ext.runtime import lean_calls
 from sfast_ext.weights import expected, resident
 
@@ -82,6 +83,17 @@ def test_weights_leave_if_the_extension_is_turned_on_later(on: Running) -> None:
     for _ in range(2):
         assert on.image() < 0.06 and on.away and on.card.peak < 1.25 * SIZE
     assert on.counter("weights_brought_back") == 0 and on.counter("errors") == 0
+
+
+@pytest.mark.parametrize("on", [(NONE, 1.9)], indirect=True)
+def test_what_stays_moves_together_until_plans_read_it(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    seen: list[list[Any]] = []
+    monkeypatch.setattr(memory, "defragment", lambda modules: seen.append(list(modules)))
+    on.load(2)
+    assert seen == [[on.model.model, on.model.first_stage_model]]
+    assert on.image() < 0.06
+    on.load(3)
+    assert len(seen) == 1 and on.image() < 0.06
 
 
 @pytest.mark.parametrize("on", [(NONE, 1.9)], indirect=True)

@@ -17,7 +17,7 @@ from pretended_card import GPU, pretended_card
 from hosts.standins import forge_neo_memory, forge_old_memory, reforge_memory
 from hosts.standins import forge_secondary as secondary
 from sfast_ext.accelerator import accelerator_of
-from sfast_ext.hosts import gpu_room, vae
+from sfast_ext.hosts import gpu_room, vae, vae_memory
 from sfast_ext.hosts.forge import adapter as forge
 
 MB = 1 << 20
@@ -189,7 +189,7 @@ def test_an_image_is_made_if_the_plan_cannot_be_asked(on: Running, monkeypatch: 
 
     expected = [on.decode(), on.decode()][0]
     with monkeypatch.context() as patched:
-        patched.setattr(gpu_room, "planned_bytes", fail)
+        patched.setattr(on.session._vae_room, "_planned_bytes", fail)
         torch.testing.assert_close(on.decode(), expected, rtol=1e-3, atol=1e-4)
         short(on)
     on.decode()
@@ -207,6 +207,30 @@ def test_next_to_weights_in_8_bits_memory_is_left_to_other_programs(
     monkeypatch.setattr(gpu_room, "left_to_others", lambda needed: 7.0)
     on.decode()
     assert made == [(on.planned(), False), (on.planned() + 7, True)]
+
+
+@pytest.mark.parametrize("tight", [True, False])
+def test_the_original_leaves_memory_to_other_programs_too(
+    on: Running, monkeypatch: pytest.MonkeyPatch, tight: bool
+) -> None:
+    made: list[tuple[float, bool]] = []
+    model, widths = on.host.model_data.sd_model, vae_memory.widths_of(on.first)
+    monkeypatch.setattr(gpu_room, "is_tight", lambda: tight)
+    on.host.fire("model_loaded", model)
+    monkeypatch.setattr(on.session._memory, "make_room", lambda needed, in_one=False: made.append((needed, in_one)))
+    on.decode()
+    # Forge's function asks for what it needs; the VAE itself for nothing more
+    assert not any(in_one for _, in_one in made)
+    made.clear()
+    monkeypatch.setattr(gpu_room, "left_to_others", lambda needed: 7.0)
+    on.decode()
+    asked = gpu_room.decoder_bytes(widths, torch.empty(1, 4, SIZE, SIZE)) + 7
+    assert ((asked, True) in made) == tight
+    made.clear()
+    on.kind.stop()
+    on.decode()
+    assert not any(in_one for _, in_one in made)
+    forge.start("test")
 
 
 @pytest.mark.long(but=[1])
