@@ -370,8 +370,7 @@ class CallServer:
         """
         context, containers = self._context, arguments.Containers(args, kwargs)
         with marked_as_building() if context.parts else contextlib.nullcontext():
-            # one more if weights may leave again
-            for _ in range(TRIES - 1 + bool(context.arena.resident)):
+            for _ in range(TRIES - 1):
                 try:
                     return context.run_forward(context.slot.original, *args, **context.unconsumed(kwargs))
                 except Exception as exc:

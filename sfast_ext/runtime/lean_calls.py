@@ -31,12 +31,10 @@ from sfast_ext.runtime.eight_bits import unsupported
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.runtime.plan_runner import out_of_memory
+from sfast_ext.runtime.random_numbers import RandomNumbers
 from sfast_ext.weights.aside import Hidden
-from sfast_ext.weights.streamed import tensors
+from sfast_ext.weights.streamed import is_theirs, tensors
 from sfast_ext.weights.weight import WeightsAway, WeightsInUse
-
-_COMMON = frozenset({"builtins", "torch", "sfast_ext"})
-"""Where classes are of exceptions that may be due to weights in system memory."""
 
 
 def may_be(context: ModuleContext, key: PlanKey) -> bool:
@@ -115,6 +113,7 @@ def run(
         otherwise: runs it with all of them there, if this fails.
     """
     containers, device = arguments.Containers(args, kwargs), context.arena.resident.device
+    numbers = RandomNumbers(device)
     try:
         result = context.run_by_layer(context.slot.original, *args, **context.unconsumed(kwargs))
         if all(x.device == device for x in tensors(result)):
@@ -122,11 +121,12 @@ def run(
         # the forward may have moved it to the device of a weight
         why: Reason | None = reasons.NOT_LEAN("original forward", Detail("a result is not on the GPU"))
     except Exception as exc:
-        if _is_theirs(exc):
+        if is_theirs(exc):
             raise
         why = None if out_of_memory(exc) else because(exc, "original forward")
     # after the handler: the exception keeps what the failed run had allocated
     containers.put_back()
+    numbers.put_back()
     if state is not None:
         state.put_back()
     result = otherwise(*args, **kwargs)
@@ -134,11 +134,6 @@ def run(
     if why is not None:
         give_up(context, why)
     return result
-
-
-def _is_theirs(exc: BaseException | None) -> bool:
-    """Whether the model or a host has raised this itself, as to end a call. It may do so once."""
-    return exc is None or type(exc).__module__.partition(".")[0] not in _COMMON and _is_theirs(exc.__context__)
 
 
 def prepare(context: ModuleContext, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from sfast_ext import reasons
 from sfast_ext.behaviour.forward_slot import ForwardSlot
 from sfast_ext.call_signature import copied
+from sfast_ext.capture.arguments import Containers
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.plans.graph_pool import pool_of
@@ -22,8 +23,9 @@ from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
 from sfast_ext.runtime.eight_bits import EightBits
 from sfast_ext.runtime.plan_cache import PlanKey
+from sfast_ext.runtime.random_numbers import RandomNumbers
 from sfast_ext.weights.arena import WeightArena
-from sfast_ext.weights.streamed import NotStreamed
+from sfast_ext.weights.streamed import NotStreamed, is_theirs, tensors
 from sfast_ext.weights.weight import WeightsInUse
 
 
@@ -65,7 +67,8 @@ class ModelState(Generic[A]):
         lock: held while plans are added or removed.
         small: a device, and whether it is small for the model, see `residency.is_small`; None: not known yet.
         streams: whether forwards read weights from system memory for which the GPU has no room.
-        crowded: whether a forward found no room next to all weights in this generation, see `ModuleContext.make_way`.
+        crowded: whether all weights found no room in this generation, or a forward none next to them, see
+            `ModuleContext.make_way`.
         lean_failed: whether a plan could not be made while weights stayed in system memory, see `lean_calls`.
         builds_in: the thread that builds a plan of this model; None: none does.
         build_lock: held by the thread that builds a plan. One plan is built at a time, of all models: torch's modes for
@@ -184,31 +187,49 @@ class ModuleContext:
 
     def run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward that reads the module's parameters, and is no plan."""
-        if not self.arena.resident or self.arena.resident.is_streamed:
+        resident, model = self.arena.resident, self.model
+        if not resident or resident.is_streamed:
             with self.arena.order.host():
                 return forward(*args, **kwargs)
-        if self.model.crowded and self.arena.resident.out(self.device()):
-            return self._run_without_room(forward, args, kwargs)
+        containers, numbers = Containers(args, kwargs), RandomNumbers(self.device())
         for last in (False, False, True):
-            short = False
+            by_layer, short = model.crowded and resident.out(self.device()), False
             try:
-                self.bring_back()
+                if not by_layer:
+                    self.bring_back()
             except WeightsInUse:
                 # the host knows no such error
                 if last:
                     raise
                 continue
             except torch.cuda.OutOfMemoryError:
-                short = True
-            if short:
-                # after the handler: the exception keeps what had come
-                if last or not self.make_way():
-                    return self._run_without_room(forward, args, kwargs)
+                by_layer = short = True
+            # after the handler: the exception keeps what had come
+            if short and not last and self.make_way(for_weights=True):
                 continue
-            with self.arena.order.host():
-                # another thread may have set them aside again
-                if last or not self.arena.resident.out(self.device()):
-                    return forward(*args, **kwargs)
+            try:
+                if by_layer:
+                    result = self._run_without_room(forward, args, kwargs)
+                    # the forward may have moved it to the device of a weight
+                    if last or all(x.device == resident.device for x in tensors(result)) or not self.make_way():
+                        return result
+                else:
+                    with self.arena.order.host():
+                        # another thread may have set them aside again
+                        if last or not resident.out(self.device()):
+                            return forward(*args, **kwargs)
+                    continue
+            except Exception as exc:
+                if is_theirs(exc):
+                    raise
+                # who catches this may run it again
+                numbers.put_back()
+                if not by_layer or last or not self.make_way():
+                    raise
+            # after the handler: the exception keeps what the failed run had allocated
+            model.crowded = False
+            numbers.put_back()
+            containers.put_back()
         raise AssertionError
 
     def run_streamed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -245,16 +266,23 @@ class ModuleContext:
             self.model.streams = True
             self.report.event("8 bits", reasons.STREAMS())
 
+    def _are_in_eight_bits(self, device: torch.device) -> bool:
+        """Whether there are plans, and all of them have in 8 bits what was set aside. Without one, weights come for
+        good."""
+        resident, plans = self.arena.resident, self.model.plans()
+        aside = bool(resident) and not resident.in_parts and resident.device == device
+        return aside and bool(plans) and all(plan.resident for plan in plans)
+
+    def _read_by_layer(self) -> None:
+        """In this generation forwards read half-precision weights by layer. The next one brings them, if it has no
+        plan: its images may be smaller."""
+        self.model.crowded = True
+        self.report.event("8 bits", reasons.CROWDED())
+
     def _leave_again(self, device: torch.device) -> bool:
-        """A forward is short of memory next to half-precision weights that came back: whether they left again. In this
-        generation forwards read them by layer. The next one brings them, if it has no plan: its images may be
-        smaller."""
-        resident, model = self.arena.resident, self.model
-        if not resident or resident.in_parts or resident.device != device or resident.out(device):
-            return False
-        plans = model.plans()
-        # without one they came for good
-        if not plans or not all(plan.resident for plan in plans):
+        """A forward is short of memory next to half-precision weights that came back: whether they left again."""
+        resident = self.arena.resident
+        if not self._are_in_eight_bits(device) or resident.out(device):
             return False
         try:
             with self.arena.exclusively(device, _WAIT_S):
@@ -263,19 +291,27 @@ class ModuleContext:
             # the host gives way instead
             self.report.error("weights that leave the GPU", exc)
             return False
-        model.crowded = resident.out(device)
-        if model.crowded:
-            torch.cuda.empty_cache()
-            self.report.event("8 bits", reasons.CROWDED())
-        return model.crowded
+        if not resident.out(device):
+            return False
+        torch.cuda.empty_cache()
+        self._read_by_layer()
+        return True
 
-    def make_way(self) -> bool:
+    def make_way(self, for_weights: bool = False) -> bool:
         """A forward that is no plan is short of memory: whether CUDA graphs and banks were freed for it,
-        half-precision weights left, or the host gave way."""
+        half-precision weights left, or the host gave way.
+
+        Args:
+            for_weights: whether it is the weights that find no room. If plans have them in 8 bits, the forward can do
+                without, and the host is not asked: it gives way for good, and has no plans from then on.
+        """
         device = self.device()
         if device is None or device.type != "cuda":
             return False
         if not pool_of(device).holds_memory:
+            if for_weights and self.config.enabled and self.config.eight_bits and self._are_in_eight_bits(device):
+                self._read_by_layer()
+                return False
             if self._leave_again(device):
                 return True
             short = self.hooks.short_of_memory

@@ -20,6 +20,10 @@ class NotStreamed(Exception):
     """An operation writes to a weight in a way that cannot be followed."""
 
 
+_COMMON = frozenset({"builtins", "torch", "sfast_ext"})
+"""Where classes are of exceptions that may be due to weights in system memory."""
+
+
 class Streamed(TorchDispatchMode):
     """Within, operations of this thread read some tensors in system memory as if they were on a GPU. What they are on
     is still seen by who asks for their device: what then goes wrong raises.
@@ -103,6 +107,11 @@ def tensors(structure: Any) -> Iterator[torch.Tensor]:
             yield from tensors(x)
     elif isinstance(structure, dict):
         yield from tensors(list(structure.values()))
+
+
+def is_theirs(exc: BaseException | None) -> bool:
+    """Whether the model or a host has raised this itself, as to end a call. It may do so once."""
+    return exc is None or type(exc).__module__.partition(".")[0] not in _COMMON and is_theirs(exc.__context__)
 
 
 def _replaced(structure: Any, there: dict[int, torch.Tensor]) -> Any:

@@ -23,8 +23,12 @@ MUTATIONS = [
         (_FORWARDS + "test_each_call_gives_what_the_original_gives",),
     ),
     Mutation(
-        "what a host raises", _LEAN, "if _is_theirs(exc):", "if False:",
+        "what a host raises", _LEAN, "if is_theirs(exc):", "if False:",
         (_FORWARDS + "test_what_a_host_raises_once_is_raised",),
+    ),
+    Mutation(
+        "random numbers of a call that runs again", _LEAN, "numbers.put_back()", "pass",
+        (_TESTS + "test_random_numbers_are_those_of_one_run_if_it_runs_again",),
     ),
     Mutation(
         "views that a forward keeps", "weights/streamed.py", "self._move_views()", "pass",
@@ -42,17 +46,13 @@ MUTATIONS = [
     ),
     Mutation(
         "what is known of it in a generation", "runtime/model_state.py",
-        "if self.model.crowded and self.arena.resident.out(self.device()):", "if False:",
+        "by_layer, short = model.crowded and resident.out(self.device()), False", "by_layer = short = False",
         (_NO_ROOM + "test_a_forward_without_room_next_to_all_weights_reads_them_by_layer",),
     ),
     Mutation(
         "the next generation after one without room", "runtime/model_state.py",
         "self.arena.new_generation()\n self.crowded = False", "self.arena.new_generation()",
         (_NO_ROOM + "test_a_forward_without_room_next_to_all_weights_reads_them_by_layer",),
-    ),
-    Mutation(
-        "one run more", "runtime/call_server.py", "+ bool(context.arena.resident)", "",
-        (_NO_ROOM + "test_the_host_gives_way_if_there_is_none_by_layer_either",),
     ),
     Mutation(
         "calls of another size that need no weights on the GPU", _LEAN,

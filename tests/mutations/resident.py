@@ -18,8 +18,7 @@ _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 MUTATIONS = [
     Mutation(
         "forwards that find weights in system memory and no room on the GPU", "runtime/model_state.py",
-        "if last or not self.make_way():\n return self._run_without_room(forward, args, kwargs)",
-        "if last or not self.make_way():\n                    raise torch.cuda.OutOfMemoryError",
+        "by_layer = short = True", "raise",
         (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
     ),
     Mutation(
@@ -87,8 +86,59 @@ MUTATIONS = [
     ),
     Mutation(
         "hosts that give way before weights are read from system memory", "runtime/model_state.py",
-        "if last or not self.make_way():", "if True:",
-        (_NO_ROOM + "test_a_host_gives_way_first",),
+        "if short and not last and self.make_way(for_weights=True):", "if False:",
+        (_NO_ROOM + "test_without_plans_a_host_gives_way_first",),
+    ),
+    Mutation(
+        "weights that are read by layer before a host gives way for good", "runtime/model_state.py",
+        "if for_weights and self.config.enabled and self.config.eight_bits and self._are_in_eight_bits(device):",
+        "if False:",
+        (_NO_ROOM + "test_with_plans_a_forward_reads_weights_by_layer_first",
+         "hosts/adapters/test_forge_resident.py::test_memory_that_another_program_takes_while_an_image_is_made"),
+    ),
+    Mutation(
+        "weights that come as soon as they may with 8 bits off", "runtime/model_state.py",
+        "if for_weights and self.config.enabled and self.config.eight_bits and self", "if for_weights and self",
+        (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
+    ),
+    Mutation(
+        "hosts that give way if a forward fails by layer", "runtime/model_state.py",
+        "if not by_layer or last or not self.make_way():", "if True:",
+        (_NO_ROOM + "test_a_host_gives_way_if_a_forward_fails_by_layer",),
+    ),
+    Mutation(
+        "results of a forward by layer that are not on the GPU", "runtime/model_state.py",
+        "if last or all(x.device == resident.device for x in tensors(result)) or not self.make_way():", "if True:",
+        (_NO_ROOM + "test_a_host_gives_way_if_a_forward_fails_by_layer",),
+    ),
+    Mutation(
+        "weights after a host gave way to a forward that fails by layer", "runtime/model_state.py",
+        "model.crowded = False\n numbers", "numbers",
+        (_NO_ROOM + "test_a_host_gives_way_if_a_forward_fails_by_layer",),
+    ),
+    Mutation(
+        "what a host raises in a forward by layer", "runtime/model_state.py", "if is_theirs(exc):", "if False:",
+        (_NO_ROOM + "test_what_a_host_raises_is_raised_by_layer",),
+    ),
+    Mutation(
+        "random numbers of a forward that fails by layer", "runtime/model_state.py",
+        "# who catches this may run it again\n numbers.put_back()", "pass",
+        (_NO_ROOM + "test_a_host_gives_way_if_a_forward_fails_by_layer",),
+    ),
+    Mutation(
+        "random numbers of one whose result is not on the GPU", "runtime/model_state.py",
+        "numbers.put_back()\n containers.put_back()", "containers.put_back()",
+        (_NO_ROOM + "test_a_host_gives_way_if_a_forward_fails_by_layer",),
+    ),
+    Mutation(
+        "lists that a forward by layer emptied", "runtime/model_state.py",
+        "numbers.put_back()\n containers.put_back()", "numbers.put_back()",
+        (_NO_ROOM + "test_a_host_gives_way_if_a_forward_fails_by_layer",),
+    ),
+    Mutation(
+        "random numbers of a GPU", "runtime/random_numbers.py",
+        'if device is not None and device.type == "cuda":', "if False:",
+        ("runtime/test_random_numbers.py::test_those_of_the_cpu_and_of_one_gpu_are_put_back",),
     ),
     Mutation(
         "weights that a layer writes to while it is called", "weights/streamed_by_layer.py",

@@ -368,8 +368,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the host's order before the original runs", "runtime/model_state.py",
-        "self.arena.resident.is_streamed:\n with self.arena.order.host():",
-        "self.arena.resident.is_streamed:\n            with self.arena.gate:",
+        "resident.is_streamed:\n with self.arena.order.host():",
+        "resident.is_streamed:\n            with self.arena.gate:",
         ("weights/test_host_order.py::test_a_bypassed_call_has_the_strides_of_the_original",),
     ),
     Mutation(

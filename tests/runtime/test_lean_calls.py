@@ -405,6 +405,32 @@ def test_arguments_are_as_they_were_if_it_runs_again(
     assert on.acc._context.model.lean_failed and on.count("errors") == 0
 
 
+class Draws(Net):
+    """Draws random numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(8, device=x.device)
+        return super().forward(x) + noise
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), torch.cuda.OutOfMemoryError("CUDA out of memory")])
+def test_random_numbers_are_those_of_one_run_if_it_runs_again(card: Card, on: On, error: Exception) -> None:  # noqa: F811
+    def raises(*_: object) -> None:
+        failed.append(1)
+        if len(failed) == 1:
+            raise error
+
+    failed, x = list[int](), torch.randn(2, 16, 8).to(torch.bfloat16)
+    for each in (on.ours, on.twin):
+        each.__class__ = Draws
+    on.ours.last.register_forward_pre_hook(raises)
+    torch.manual_seed(3)
+    wanted, state = on.twin(x), torch.get_rng_state()
+    torch.manual_seed(3)
+    found = lean_calls.run(on.acc._context, None, (x.to("cuda"),), {}, on.acc.run_original)
+    assert len(failed) == 2 and torch.equal(found.cpu(), wanted) and torch.equal(torch.get_rng_state(), state)
+
+
 class OfList(Net):
     """Takes its input out of a list."""
 

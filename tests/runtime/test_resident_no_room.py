@@ -255,8 +255,19 @@ def test_copies_and_saved_weights_meanwhile(card: Card, on: On) -> None:  # noqa
     assert all(torch.equal(a.cpu(), b) for a, b in zip(made.parameters(), on.twin.parameters()))
 
 
+def hosted(card: Card, short: Callable[[], bool]) -> On:  # noqa: F811
+    """A model with plans, without room for its half-precision weights, under a host."""
+    on = started(EAGER)
+    on.acc.release()
+    on.acc = accelerate(on.ours, EAGER, hooks=Hooks(short_of_memory=short))
+    for _ in range(3):
+        on.call()
+    full(card, on)
+    return on
+
+
 @pytest.mark.parametrize("way", ["gave way", "none", "raises"])
-def test_a_host_gives_way_first(card: Card, way: str) -> None:  # noqa: F811
+def test_without_plans_a_host_gives_way_first(card: Card, way: str) -> None:  # noqa: F811
     asked: list[str] = []
 
     def short() -> bool:
@@ -267,17 +278,120 @@ def test_a_host_gives_way_first(card: Card, way: str) -> None:  # noqa: F811
             card.capacity += MORE
         return way == "gave way"
 
-    on = started(EAGER)
-    on.acc.release()
-    on.acc = accelerate(on.ours, EAGER, hooks=Hooks(short_of_memory=short))
-    for _ in range(3):
-        on.call()
-    full(card, on)
+    on = hosted(card, short)
+    dropped(on)
     hook = on.ours.blocks[0].register_forward_hook(lambda module, given, result: result)
     assert on.error(32) < 1e-6 and asked == [way]
     assert away(on) == (0 if way == "gave way" else len(halves(on.ours)))
     assert on.count("errors") == (way == "raises")
     hook.remove()
+
+
+@pytest.mark.parametrize("call", ["not earned", "bypassed", "not lean"])
+def test_with_plans_a_forward_reads_weights_by_layer_first(
+    card: Card, monkeypatch: pytest.MonkeyPatch, call: str  # noqa: F811
+) -> None:
+    """A host gives way for good, and has no plans from then on."""
+    asked: list[int] = []
+    on = hosted(card, lambda: bool(asked.append(1)))
+    number, words = len(halves(on.ours)), "no room for this image next to half-precision weights"
+    with monkeypatch.context() as patch:
+        if call == "not earned":
+            patch.setattr(type(on.acc._server), "_is_earned", lambda *_: False)
+        if call == "bypassed":
+            on.ours.blocks[0].register_forward_hook(lambda module, given, result: result)
+        on.acc._context.model.lean_failed = call == "not lean"
+        tried, real = list[int](), on.acc.arena.resident.bring_back
+        patch.setattr(type(on.acc.arena.resident), "bring_back", lambda _: (tried.append(1), real())[1])
+        for _ in range(3):
+            assert on.error(32) < 1e-6 and away(on) == number
+        attempts = len(tried)
+        assert on.words().count(words) == 1 and "no room for half-precision weights" not in on.words()
+        assert not asked and on.count("errors") == 0, on.words()
+        # they come with the next image for which there is room
+        on.acc.new_generation()
+        assert on.error(32) < 1e-6 and len(tried) > attempts and away(on) == number
+        card.capacity += MORE
+        on.acc.new_generation()
+        assert on.error(32) < 1e-6 and away(on) == (0 if call != "not lean" else number)
+    card.capacity = 64 * MB
+    on.ours.blocks[0]._forward_hooks.clear()
+    on.acc.new_generation()
+    for rows in (256, 256, 32, 32):
+        on.call(rows)
+    assert on.error() < 0.06 and on.error(32) < 0.06 and away(on) == number
+    assert len(on.acc.plans) == 2 and all(plan.resident for plan in on.acc.plans.values())
+    assert not asked and on.count("errors") == 0, on.words()
+
+
+class Odd(Net):
+    """Takes its input out of a list, and fails in one way or another if weights are in system memory."""
+
+    how = ""
+
+    def forward(self, given: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        x, weight = given.pop(), self.blocks[0].to_q.weight
+        y = super().forward(x) + torch.rand(8, device=x.device)
+        if self.how == "no memory" and not weight.is_cuda:
+            out_of_memory()
+        if self.how == "strides":
+            weight.t_().t_()
+        if self.how == "device":
+            y = y + torch.zeros(8, device=weight.device)
+        return y.to(weight.device) if self.how == "moves" else y
+
+
+@pytest.mark.parametrize("gives", [True, False])
+@pytest.mark.parametrize("how", ["no memory", "strides", "device", "moves"])
+def test_a_host_gives_way_if_a_forward_fails_by_layer(card: Card, how: str, gives: bool) -> None:  # noqa: F811
+    asked: list[int] = []
+
+    def short() -> bool:
+        asked.append(1)
+        if gives:
+            card.capacity += MORE
+        return gives
+
+    on = hosted(card, short)
+    for each in (on.ours, on.twin):
+        each.__class__ = Odd
+    on.ours.how = how
+    hook = on.ours.blocks[0].register_forward_hook(lambda module, given, result: result)
+    x = torch.randn(2, 16, 8).to(torch.bfloat16)
+    torch.manual_seed(7)
+    wanted, state = on.twin([x]), torch.get_rng_state()
+    torch.manual_seed(7)
+    if not gives and how != "moves":
+        with pytest.raises(RuntimeError):
+            on.ours([x.to(GPU)])
+        on.ours.how = ""
+        assert asked and away(on) == len(halves(on.ours)) and on.count("errors") == 0, on.words()
+        assert torch.equal(on.ours([x.to(GPU)]).cpu(), wanted)
+    else:
+        found = on.ours(there := [x.to(GPU)])
+        assert torch.equal(found.cpu(), wanted) and there == [] and found.is_cuda == gives and asked == [1]
+        # what failed has drawn nothing
+        assert torch.equal(torch.get_rng_state(), state)
+        assert away(on) == (0 if gives else len(halves(on.ours))) and on.count("errors") == 0, on.words()
+    hook.remove()
+
+
+class Ends(Exception):
+    """Of a host, which ends an image by it."""
+
+
+def test_what_a_host_raises_is_raised_by_layer(card: Card) -> None:  # noqa: F811
+    asked: list[int] = []
+    on = hosted(card, lambda: bool(asked.append(1)))
+
+    def ends(*_: object) -> None:
+        raise Ends
+
+    on.ours.blocks[0].register_forward_hook(ends)
+    for _ in range(2):
+        with pytest.raises(Ends):
+            on.call(32)
+    assert not asked and away(on) == len(halves(on.ours)) and on.count("errors") == 0
 
 
 def reads_device(self: Any, x: torch.Tensor) -> torch.Tensor:

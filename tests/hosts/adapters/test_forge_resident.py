@@ -16,6 +16,7 @@ from hosts.adapters.resident_forge import RESERVE, SIZE, SMALL, Running, card_wi
 from hosts.standins import forge_neo_memory
 from sfast_ext import accelerator_of
 from sfast_ext.hosts.forge import adapter as forge
+from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.verify import relative_error
 
 pytestmark = [pytest.mark.usefixtures("proportions"), pytest.mark.long("test_random_scenes", but=[0])]
@@ -211,11 +212,34 @@ def test_a_call_without_a_plan_that_lacks_room_for_all_weights_is_forges(on: Run
     assert on.image() < 0.06 and not on.in_parts
 
 
-@room(1.6)
-def test_memory_that_another_program_takes_while_an_image_is_made(on: Running) -> None:
+def taken_meanwhile(on: Running) -> None:
+    """Another program takes memory while an image is made whose calls are bypassed."""
     assert on.image() < 0.06 and on.image() < 0.06 and on.away
     on.host.callbacks["cfg_denoiser"].append(lambda params: setattr(on.card, "outside", int(0.7 * SIZE)))
     on.host.unet.middle_block.register_forward_hook(lambda module, given, result: result)
+
+
+@room(1.6)
+def test_memory_that_another_program_takes_while_an_image_is_made(on: Running) -> None:
+    taken_meanwhile(on)
+    # weights are read by layer, and the UNet is not loaded in parts
+    assert on.image() < 1e-2 and on.away and not on.in_parts
+    on.host.callbacks["cfg_denoiser"].clear()
+    on.host.unet.middle_block._forward_hooks.clear()
+    on.card.outside = 0
+    replays = on.counter("replays")
+    assert on.image() < 0.06 and on.counter("replays") > replays and not on.in_parts and on.counter("errors") == 0
+
+
+@room(1.6)
+def test_memory_that_another_program_takes_without_room_by_layer(
+    on: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: object, **__: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    taken_meanwhile(on)
+    monkeypatch.setattr(ModuleContext, "run_by_layer", short)
     # less than there was for it in parts when it was loaded
     assert on.image() < 1e-2 and on.in_parts and on.counter("errors") == 0
 

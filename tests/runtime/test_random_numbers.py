@@ -1,0 +1,56 @@
+"""A forward that is run again draws the same random numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sfast_ext.runtime.random_numbers import RandomNumbers
+
+CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.fixture
+def generators(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Generator, torch.Generator]:
+    made = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    monkeypatch.setattr(torch.cuda, "default_generators", made)
+    return made
+
+
+@pytest.mark.parametrize(("device", "back"), [(None, ()), (CPU, ()), (FIRST, (0,)), (torch.device("cuda"), (0,)),
+                                              (SECOND, (1,)), (torch.device("cuda", 2), ())])  # fmt: skip
+def test_those_of_the_cpu_and_of_one_gpu_are_put_back(
+    generators: tuple[torch.Generator, ...], device: torch.device | None, back: tuple[int, ...]
+) -> None:
+    numbers = RandomNumbers(device)
+
+    def drawn() -> list[float]:
+        return [torch.rand(1).item(), *(torch.rand(1, generator=each).item() for each in generators)]
+
+    before = drawn()
+    numbers.put_back()
+    after = drawn()
+    assert [a == b for a, b in zip(before, after)] == [True, *(i in back for i in range(2))]
+
+
+def test_a_generator_that_tells_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Captured(torch.Generator):
+        def get_state(self) -> torch.Tensor:
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+
+    monkeypatch.setattr(torch.cuda, "default_generators", (Captured(),))
+    numbers = RandomNumbers(FIRST)
+    before = torch.rand(1)
+    numbers.put_back()
+    assert torch.equal(torch.rand(1), before)
+
+
+def test_what_nothing_was_drawn_from_is_not_written_to(
+    generators: tuple[torch.Generator, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Watched(torch.Generator):
+        def set_state(self, state: torch.Tensor) -> torch.Generator:
+            raise AssertionError
+
+    monkeypatch.setattr(torch.cuda, "default_generators", (Watched(),))
+    RandomNumbers(FIRST).put_back()
