@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sfast_ext import reasons
+from sfast_ext.weights.module_walk import parameters_of
 from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
 from sfast_ext.weights.staging import Staging, to_system_memory
 from sfast_ext.weights.weight import (
@@ -32,6 +33,7 @@ class Aside:
         slots: the places in modules that hold it.
         seen: what it was when banks were last made of it, see `state_of`; None: nothing yet.
         digest: that of its values then, see `digest`.
+        number: the id of what the module last held there.
     """
 
     path: str
@@ -40,6 +42,7 @@ class Aside:
     dtype: torch.dtype
     seen: tuple[Any, ...] | None = None
     digest: torch.Tensor | None = field(default=None, repr=False)
+    number: int = 0
 
     @property
     def bytes(self) -> int:
@@ -80,6 +83,68 @@ class Aside:
         if now.device.type == "meta":
             raise WeightsAway(reasons.WEIGHTS_ON(now.device, "the GPU"))
         return now
+
+
+class Asides:
+    """Those of one model, each by its first place in a module. A host may put another layer at the path of one, and the
+    one before back later: their weights are two."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, str], Aside] = {}
+
+    def __iter__(self) -> Iterator[Aside]:
+        return iter(list(self._found.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def include(self, asides: Iterable[Aside]) -> None:
+        """Those whose places have none yet."""
+        for aside in asides:
+            aside.number = aside.number or id(aside.now)
+            self._found.setdefault(_place(aside.slots), aside)
+
+    def keep(self, asides: Iterable[Aside]) -> None:
+        """No others."""
+        self._found = {_place(aside.slots): aside for aside in asides}
+
+    def of(self, weight: Weight) -> Aside | None:
+        """That of a parameter of the arena. It is a new one if the parameter has other places or another form by now,
+        of which the banks before cannot be made."""
+        place = _place(weight.slots)
+        found = self._found.get(place)
+        if found is not None and not _is_of(found, weight):
+            found = self._found[place] = Aside(weight.path, weight.slots, weight.tensor.shape, weight.tensor.dtype)
+        return found
+
+    def made_of(self, weight: Weight) -> list[Aside]:
+        """`of` for each parameter of a weight, which is made if need be."""
+        parts = weight.parts or (weight,)
+        # the object is what plans of the model have in common, whatever its slots hold
+        self.include(Aside(p.path, p.slots, p.tensor.shape, p.tensor.dtype) for p in parts if self.of(p) is None)
+        return [self._found[_place(part.slots)] for part in parts]
+
+    def elsewhere(self, root: nn.Module) -> list[torch.Tensor]:
+        """The parameters in system memory, each once. A host may have moved one to another place of the module."""
+        asides, lost = list(self), set[int]()
+        for aside in asides:
+            now = aside.now
+            if isinstance(now, torch.Tensor):
+                aside.number = id(now)
+            else:
+                lost.add(aside.number)
+        found = in_system_memory(asides)
+        return [*found, *(p for p in parameters_of(root) if id(p) in lost and is_there(p))] if lost else found
+
+
+def _place(slots: Sequence[WeightSlot]) -> tuple[int, str]:
+    container, name = slots[0]
+    return id(container), name
+
+
+def _is_of(aside: Aside, weight: Weight) -> bool:
+    same = [(id(c), n) for c, n in aside.slots] == [(id(c), n) for c, n in weight.slots]
+    return same and aside.shape == weight.tensor.shape and aside.dtype == weight.tensor.dtype
 
 
 def state_of(value: torch.Tensor) -> tuple[Any, ...]:
@@ -207,17 +272,18 @@ def lent(
                     set_data(value, source)
 
 
-def places_in(asides: dict[str, Aside], root: nn.Module, other: nn.Module) -> dict[str, list[WeightSlot]] | None:
+def places_in(
+    asides: Iterable[Aside], root: nn.Module, other: nn.Module
+) -> list[tuple[Aside, list[WeightSlot]]] | None:
     """Where another module has parameters of the same paths, shapes and dtypes; None if it has not all of them."""
-    places = places_of(other)
-    found: dict[str, list[WeightSlot]] = {}
-    for path, aside in asides.items():
-        paths = paths_of(root, Weight(path, torch.empty(0), aside.slots))
+    places, found = places_of(other), list[tuple[Aside, list[WeightSlot]]]()
+    for aside in asides:
+        paths = paths_of(root, Weight(aside.path, torch.empty(0), aside.slots))
         slots = slots_at(paths, places)
         if not slots:
             return None
         value = slots[0][0][slots[0][1]]
         if value.shape != aside.shape or value.dtype != aside.dtype:
             return None
-        found[path] = slots
+        found.append((aside, slots))
     return found

@@ -100,7 +100,7 @@ class Banks:
     """The banks of a model's weights, by weight and group. They live as long as a plan holds them."""
 
     def __init__(self) -> None:
-        self._banks: weakref.WeakValueDictionary[tuple[int | str, int], Bank] = weakref.WeakValueDictionary()
+        self._banks: weakref.WeakValueDictionary[tuple[tuple[int, ...], int], Bank] = weakref.WeakValueDictionary()
         self.vacant = False
         """Whether some have no memory. No plan may run before `occupy`."""
         self.fits: Callable[[int], bool] | None = None
@@ -118,14 +118,14 @@ class Banks:
         Raises:
             torch.cuda.OutOfMemoryError: there is no room for a new one.
         """
-        bank = self._banks.get((weight.path, group))
+        # of another layer at its path the sources are others, and plans may have both
+        key = tuple(id(aside) for aside, _ in sources), group
+        bank = self._banks.get(key)
         if bank is None or bank.sources != sources:
             with torch.inference_mode(False), torch.no_grad():
                 made = [torch.empty(size, dtype=kind, device=device) for size, kind in _layout(weight.tensor.shape)]
                 made[2].zero_()
-            bank = self._banks[weight.path, group] = Bank(
-                None, group, made[0], made[1], made[2], sources, ready=False
-            )
+            bank = self._banks[key] = Bank(None, group, made[0], made[1], made[2], sources, ready=False)
         return bank
 
     def get(self, weight: Weight, group: int) -> Bank:
@@ -134,14 +134,14 @@ class Banks:
         Raises:
             torch.cuda.OutOfMemoryError: there is no room for a new one.
         """
-        bank = self._banks.get((id(weight), group))
+        bank = self._banks.get(((id(weight),), group))
         # a weight that is gone may have had the same number
         if bank is None or bank.weight is not weight:
             live = weight.tensor
             with torch.inference_mode(False), torch.no_grad():
                 made = [torch.empty(size, dtype=dtype, device=live.device) for size, dtype in _layout(live.shape)]
                 made[2].zero_()
-            bank = self._banks[id(weight), group] = Bank(weight, group, *made)
+            bank = self._banks[(id(weight),), group] = Bank(weight, group, *made)
         return bank
 
     def missing(self, weights: Iterable[Weight]) -> int:

@@ -23,7 +23,7 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.weights import host_copies
-from sfast_ext.weights.aside import Aside, Hidden, differing, in_system_memory, joined, lent, places_in, state_of
+from sfast_ext.weights.aside import Aside, Asides, Hidden, differing, joined, lent, places_in, state_of
 from sfast_ext.weights.banks import Bank, batches
 from sfast_ext.weights.digest import digest_of, reading
 from sfast_ext.weights.expected import expected
@@ -51,7 +51,7 @@ class Resident:
     are called while no plan of the model and no original forward runs."""
 
     def __init__(self, tracked: TrackedWeights) -> None:
-        self._tracked, self._asides = tracked, dict[str, Aside]()
+        self._tracked, self._asides = tracked, Asides()
         self._copies, self._turn, self._thread = host_copies.HostCopies(), 0, threading.local()
         self.alone = threading.RLock()  # held while a forward has parameters of one layer after the other on the GPU
         self.standing = threading.RLock()  # held while they stand in: they are without their values
@@ -78,7 +78,7 @@ class Resident:
 
     def is_aside(self, value: torch.Tensor) -> bool:
         """Whether a parameter is one of them."""
-        return any(aside.now is value for aside in self._asides.values())
+        return any(aside.now is value for aside in self._asides)
 
     def out(self, device: torch.device | None) -> bool:
         """Whether parameters are in system memory, and the rest of the module on this device, the GPU of the banks."""
@@ -90,11 +90,7 @@ class Resident:
         read it find the weights elsewhere."""
         tracked, weights, self.device = self._tracked, list(weights), device
         parts = list({id(part): part for weight in weights for part in weight.parts or (weight,)}.values())
-        for part in parts:
-            if part.path not in self._asides:
-                # the object is what plans of the model have in common, whatever its slots hold
-                self._asides[part.path] = Aside(part.path, part.slots, part.tensor.shape, part.tensor.dtype)
-        self._leave([aside.now for part in parts if (aside := self._asides[part.path])])
+        self._leave([aside.now for part in parts for aside in self._asides.made_of(part)])
         known = [*tracked.known(), *tracked.packs.all()]
         live = [w for w in (*weights, *parts) if id(w) not in tracked.vacant and not w.is_bare]
         given, _ = vacancies(live, known, tracked.layouts)
@@ -108,24 +104,24 @@ class Resident:
         Args:
             leaving: whether it moves there now if it is on the GPU.
         """
-        there = expected(self._tracked.root, device if leaving else None)
-        self._asides, self.device = {**there, **self._asides}, device
+        self._asides.include(expected(self._tracked.root, device if leaving else None).values())
+        self.device = device
         if leaving:
             self.leave()
 
     def keep_used(self) -> None:
         """What came to the GPU for plans, and of which no bank is made, does not count as set aside any more."""
         used = {id(aside) for bank in self.banks for aside, _ in bank.sources} | set(map(id, self.elsewhere()))
-        self._asides = {p: each for p, each in self._asides.items() if not used.isdisjoint({id(each), id(each.now)})}
+        self._asides.keep([each for each in self._asides if not used.isdisjoint({id(each), id(each.now)})])
 
     def has(self, weight: Weight) -> bool:
         """Whether all parameters of a weight are among these."""
-        return all(part.path in self._asides for part in weight.parts or (weight,))
+        return all(map(self._asides.of, weight.parts or (weight,)))
 
     def values(self, weight: Weight) -> torch.Tensor:
         """The half-precision values of a weight that was set aside, on the GPU, in memory that is not kept."""
         assert self.device is not None
-        parts = [self._asides[part.path].checked() for part in weight.parts or (weight,)]
+        parts = [aside.checked() for aside in self._asides.made_of(weight)]
         if len(parts) == 1:
             return self._on_gpu(parts)[0]
         return joined(parts, self.device)
@@ -133,9 +129,9 @@ class Resident:
     def bank(self, weight: Weight, group: int) -> Bank:
         """The resident bank of a weight that was set aside, without values if it is new."""
         sources, first = [], 0
-        for part in weight.parts or (weight,):
-            sources.append((self._asides[part.path], first))
-            first += part.tensor.shape[0]
+        for aside in self._asides.made_of(weight):
+            sources.append((aside, first))
+            first += aside.shape[0]
         assert self.device is not None
         return self._tracked.banks.get_resident(weight, group, tuple(sources), self.device)
 
@@ -244,8 +240,7 @@ class Resident:
         for (aside, state, _), digest in zip(seen, on_cpu):
             aside.seen, aside.digest = state, digest
         if left:
-            # a host that asks the driver how much is free is told of it
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # a host that asks the driver how much is free is told of it
 
     def _audited(self, asides: list[Aside]) -> Callable[[], set[int]]:
         """Read all of these, or the next ones in turn. What is returned gives `differing`."""
@@ -299,16 +294,15 @@ class Resident:
 
     def elsewhere(self) -> list[torch.Tensor]:
         """Its parameters that are in system memory."""
-        return in_system_memory(self._asides.values())
+        return self._asides.elsewhere(self._tracked.root)
 
     def _leave(self, values: Iterable[Any]) -> None:
         """Move parameters to system memory: to what they had there, if nothing changed them on the GPU. There they have
         the host's strides."""
-        leaving = [v for v in values if isinstance(v, torch.Tensor) and v.is_cuda]
-        if not leaving:
+        if not (leaving := [v for v in values if isinstance(v, torch.Tensor) and v.is_cuda]):
             return
         layouts, order = self._tracked.layouts, self._tracked.order
-        paths = {id(aside.now): path for path, aside in self._asides.items()}
+        paths = {id(aside.now): aside.path for aside in self._asides}
         laid = [(v, original) for v in leaving if v.dim() == 4
                 and (original := layouts.strides_of(v, [paths[id(v)]])) is not None]  # fmt: skip
         # the last launch may still read them
@@ -360,16 +354,16 @@ class Resident:
         """Within, the parameters in system memory are empty ones on the GPU: a host that moves the module there leaves
         them where they are."""
         assert self.device is not None
-        return Hidden(self._asides.values(), self.device)
+        return Hidden(self._asides, self.device)
 
     def standing_in(self) -> StandIns:
         """See `StandIns`."""
         assert self.device is not None
-        return StandIns(self._tracked, list(self._asides.values()), self.device)
+        return StandIns(self._tracked, self.elsewhere(), self.device)
 
     def leave(self) -> None:
         """Move the parameters to system memory that came back to the GPU."""
-        self._leave([aside.now for aside in self._asides.values()])
+        self._leave([aside.now for aside in self._asides])
 
     @contextlib.contextmanager
     def lent(self, module: nn.Module) -> Iterator[None]:
@@ -378,28 +372,29 @@ class Resident:
         with lent(self.elsewhere(), module, self._on_gpu):
             yield
 
-    def places_in(self, root: nn.Module) -> dict[str, list[WeightSlot]] | None:
+    def places_in(self, root: nn.Module) -> list[tuple[Aside, list[WeightSlot]]] | None:
         """See `aside.places_in`."""
         return places_in(self._asides, self._tracked.root, root)
 
-    def follow(self, places: dict[str, list[WeightSlot]]) -> None:
+    def follow(self, places: list[tuple[Aside, list[WeightSlot]]]) -> None:
         """The banks are those of another module from now on, see `places_in`."""
         self._copies.drop()
-        for path, slots in places.items():
-            aside = self._asides[path]
+        for aside, slots in places:
             aside.slots, aside.seen, aside.digest = slots, None, None
+        self._asides.keep(self._asides)
 
     def take_over(self, other: Resident) -> None:
         """The parameters that were set aside for another accelerator of the module."""
-        self._asides, self.device = {**other._asides, **self._asides}, other.device
+        self._asides.include(other._asides)
+        self.device = other.device
         other.forget()
 
     def forget(self) -> None:
         """No plan has such banks any more, and the parameters are the host's to move."""
-        self._asides, self._reading = {}, None
+        self._asides, self._reading = Asides(), None
         self._copies.drop()
 
     @property
     def bytes(self) -> int:
         """What the parameters take in half precision."""
-        return sum(aside.bytes for aside in self._asides.values())
+        return sum(aside.bytes for aside in self._asides)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from sfast_ext import reasons
-from sfast_ext.weights.aside import Aside, in_system_memory
 from sfast_ext.weights.original_layout import live_tensor, reach, set_data
 from sfast_ext.weights.tracked import TrackedWeights
 from sfast_ext.weights.vacancy import apart, of_pack
@@ -26,17 +25,17 @@ class StandIns:
     those have that were set aside.
 
     Args:
-        asides: those in system memory stand in; others stay as they are.
+        values: the parameters in system memory. Others stay as they are.
     """
 
-    def __init__(self, tracked: TrackedWeights, asides: Sequence[Aside], device: torch.device) -> None:
-        self._tracked, self._asides, self._device = tracked, asides, device
+    def __init__(self, tracked: TrackedWeights, values: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._tracked, self._values, self._device = tracked, values, device
         self._taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __enter__(self) -> StandIns:
         try:
             with torch.inference_mode(False), torch.no_grad():
-                sources = [(value, live_tensor(value)) for value in in_system_memory(self._asides)]
+                sources = [(value, live_tensor(value)) for value in self._values]
                 sizes = [reach(source) * source.element_size() for _, source in sources]
                 memory = torch.zeros(max(sizes, default=0), dtype=torch.uint8, device=self._device)
                 for (value, source), size in zip(sources, sizes):

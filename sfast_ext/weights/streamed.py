@@ -5,6 +5,7 @@ It takes as long as to move all weights once, and of the GPU's memory no more th
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -50,6 +51,11 @@ class Streamed(TorchDispatchMode):
         try:
             if kind is None:
                 self._move_views()
+            else:
+                # a run after one that failed finds them; what is staged is dropped
+                self._copy = torch.Tensor.copy_
+                with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                    self._move_views()
         finally:
             self._staging.__exit__(kind, *rest)
 

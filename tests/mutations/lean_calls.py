@@ -31,8 +31,18 @@ MUTATIONS = [
         (_TESTS + "test_random_numbers_are_those_of_one_run_if_it_runs_again",),
     ),
     Mutation(
-        "views that a forward keeps", "weights/streamed.py", "self._move_views()", "pass",
+        "views that a forward keeps", "weights/streamed.py",
+        "if kind is None:\n self._move_views()\n else:", "if kind:",
         (_FORWARDS + "test_each_call_gives_what_the_original_gives",),
+    ),
+    Mutation(
+        "views that a failed run keeps", "weights/streamed.py",
+        "with contextlib.suppress(torch.cuda.OutOfMemoryError):\n self._move_views()", "pass",
+        (_NO_ROOM + "test_what_a_failed_run_by_layer_keeps_is_on_the_gpu",),
+    ),
+    Mutation(
+        "values of such views", "weights/streamed.py", "self._copy = torch.Tensor.copy_", "pass",
+        (_NO_ROOM + "test_what_a_failed_run_by_layer_keeps_is_on_the_gpu",),
     ),
     Mutation(
         "another dtype in a move", "weights/aside.py",

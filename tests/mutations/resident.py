@@ -13,6 +13,7 @@ _FORGE = "hosts/adapters/test_forge_old_resident.py::"
 _FORGE_STATE = "hosts/adapters/test_forge_old_resident_state.py::"
 _REFUSED = (_FORGE + "test_what_is_not_known_is_left_to_forge",)
 _NO_ROOM = "runtime/test_resident_no_room.py::"
+_REPLACED = "runtime/test_replaced_layers.py::"
 _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 
 MUTATIONS = [
@@ -154,6 +155,30 @@ MUTATIONS = [
         "weights that changed while they were in system memory", "weights/resident.py",
         "if aside.changed()", "if False",
         (_CHANGES,),
+    ),
+    Mutation(
+        "layers that a host has put at other paths", "weights/aside.py", "return id(container), name", "return 0, name",
+        (_REPLACED + "test_results_are_those_of_the_layers_that_are_there",),
+    ),
+    Mutation(
+        "weights that have other places or another form by now", "weights/aside.py",
+        "if found is not None and not _is_of(found, weight):", "if False:",
+        (_REPLACED + "test_an_aside_is_that_of_a_place_and_a_form",),
+    ),
+    Mutation(
+        "weights that a host moved to another place of the module", "weights/aside.py",
+        "lost.add(aside.number)", "pass",
+        (_REPLACED + "test_in_a_call_without_a_plan_as_well",),
+    ),
+    Mutation(
+        "the same before the first call", "weights/aside.py",
+        "aside.number = aside.number or id(aside.now)", "pass",
+        (_REPLACED + "test_in_a_call_without_a_plan_as_well",),
+    ),
+    Mutation(
+        "banks of two layers at one path", "weights/banks.py",
+        "key = tuple(id(aside) for aside, _ in sources), group", "key = (len(weight.path),), group",
+        (_REPLACED + "test_two_layers_at_one_path_have_banks_of_their_own",),
     ),
     Mutation(
         "writes that torch does not count", "weights/resident.py",

@@ -95,7 +95,7 @@ def test_parameters_are_what_they_were(card: Card, on: On) -> None:  # noqa: F81
 
     def seen() -> list[Any]:
         parts = [(id(p), p.data_ptr(), p._version, p.stride(), p.untyped_storage()._cdata) for p in halves(on.ours)]
-        return [*parts, *((aside.seen, id(aside.digest)) for aside in resident._asides.values())]
+        return [*parts, *((aside.seen, id(aside.digest)) for aside in resident._asides)]
 
     before, copied = seen(), on.acc.status()["weights"]["copied"]
     on.call(OTHER)

@@ -112,6 +112,35 @@ def test_each_call_gives_what_the_original_gives(card: Card, kind: type[nn.Modul
     assert all(map(torch.equal, (p.cpu() for p in on.ours.parameters()), on.twin.parameters()))
 
 
+class KeepsData(Net):
+    """Keeps what `.data` of a weight gives, which it takes outside of the layer's call."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "kept"):
+            self.kept = self.blocks[1].to_out.weight.data
+        y = super().forward(x)
+        if self.fails and not self.blocks[1].to_out.weight.is_cuda:
+            raise RuntimeError
+        return y + y @ self.kept[:8, :8]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "another size"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_data_that_a_forward_keeps_is_on_the_gpu(card: Card, first: bool, fails: bool) -> None:  # noqa: F811
+    on = moved() if first else started()
+    for each in (on.ours, on.twin):
+        each.__class__ = KeepsData
+    on.ours.fails = fails
+    assert on.error(FEW) < 1e-6 and on.ours.kept.device == GPU
+    assert torch.equal(on.ours.kept.cpu(), on.twin.kept)
+    on.ours.fails = False
+    for rows in (FEW, FEW, 256, 256):
+        assert on.error(rows) < 0.05, on.words()
+    assert on.count("errors") == 0 and bool(on.count("weights_brought_back")) == fails
+
+
 class Stop(Exception):
     """Of a host, which ends a call by it."""
 

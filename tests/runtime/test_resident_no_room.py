@@ -376,6 +376,32 @@ def test_a_host_gives_way_if_a_forward_fails_by_layer(card: Card, how: str, give
     hook.remove()
 
 
+class KeepsAView(Net):
+    """Keeps a view of a weight, and then finds no memory by layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "view"):
+            self.view = self.blocks[1].to_out.weight.t()
+        y = super().forward(x)
+        if not self.blocks[1].to_out.weight.is_cuda:
+            out_of_memory()
+        return y + y @ self.view[:8, :8]
+
+
+def test_what_a_failed_run_by_layer_keeps_is_on_the_gpu(card: Card) -> None:  # noqa: F811
+    def short() -> bool:
+        card.capacity += MORE
+        return True
+
+    on = hosted(card, short)
+    on.ours.__class__ = KeepsAView
+    on.ours.blocks[0].register_forward_hook(lambda module, given, result: result)
+    x = torch.randn(2, 16, 8).to(torch.bfloat16)
+    y = on.twin(x)
+    wanted = y + y @ on.twin.blocks[1].to_out.weight.t()[:8, :8]
+    assert torch.equal(on.ours(x.to(GPU)).cpu(), wanted) and on.ours.view.is_cuda and on.count("errors") == 0
+
+
 class Ends(Exception):
     """Of a host, which ends an image by it."""
 
