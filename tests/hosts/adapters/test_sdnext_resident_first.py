@@ -323,6 +323,7 @@ def test_tied_weights(early: Running, lean: list[int]) -> None:
     for _ in range(3):
         found = early.host.image()
         assert (found - wanted).norm() / wanted.norm() < 0.06
+        assert in_parts(early.unet) == (early.host.opts.diffusers_offload_max_gpu_memory == PARTED)
     assert block.attn1.to_q.weight is block.attn1.to_k.weight and not lean
 
 
