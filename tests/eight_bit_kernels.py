@@ -69,10 +69,11 @@ def without_memory(patch: pytest.MonkeyPatch, card: Any) -> None:
     real = quantise_weights.launch.function
 
     def launch(*operands: Any) -> Any:
-        capacity, card.capacity = card.capacity, 1 << 40
+        before = card.capacity, card.peak
+        card.capacity = 1 << 40
         try:
             return real(*operands)
         finally:
-            card.capacity = capacity
+            card.capacity, card.peak = before
 
     patch.setattr(quantise_weights.launch, "function", launch)

@@ -7,6 +7,7 @@ from mutations import Mutation
 _FILE = "hosts/sdnext/whole_unet.py"
 _TESTS = "hosts/adapters/test_sdnext_whole_unet.py::"
 _OUT = "hosts/adapters/test_sdnext_whole_short.py::"
+_FIRST = "hosts/adapters/test_sdnext_resident_first.py::"
 _SHORT = (_OUT + "test_the_first_forward_runs_out_of_memory",)
 _ON_GPU = (_TESTS + "test_off_and_on_while_it_is_on_the_gpu",)
 
@@ -40,6 +41,36 @@ MUTATIONS = [
         "GPU memory that others hold", _FILE,
         "missing <= most and self._make_room(missing)", "missing <= most",
         (_TESTS + "test_what_other_programs_hold_does_not",),
+    ),
+    Mutation(
+        "GPU memory of weights that stay in system memory for the first plan", _FILE,
+        "needed -= self.expected_aside(found, place) // 2", "pass",
+        (_FIRST + "test_switched_on_after_images_in_parts",),
+    ),
+    Mutation(
+        "GPU memory that a call needs which is bypassed", _FILE,
+        "return 0 if bypassed else found.expected_aside(place)", "return found.expected_aside(place)",
+        (_TESTS + "test_calls_that_are_bypassed_need_room_for_all_of_it",),
+    ),
+    Mutation(
+        "tied weights of a UNet that comes as a whole", _FILE,
+        "if is_tied(unet):", "if False:",
+        (_FIRST + "test_tied_weights",),
+    ),
+    Mutation(
+        "tied weights while a UNet comes", "hosts/sdnext/offload.py",
+        "[] if networks and is_tied(model) else networks", "networks",
+        (_FIRST + "test_tied_weights",),
+    ),
+    Mutation(
+        "weights of a first plan in SD.Next", "hosts/sdnext/offload.py",
+        "return staying(kept, goes, bool(early))", "return staying(kept, goes)",
+        (_FIRST + "test_the_first_images",),
+    ),
+    Mutation(
+        "weights that a bypassed call needs", "hosts/sdnext/offload.py",
+        "return staying(kept, goes, bool(early))", "return staying(kept, goes, True)",
+        (_FIRST + "test_an_image_that_is_bypassed_finds_all_weights",),
     ),
     Mutation(
         "memory that ran out once", _FILE,

@@ -7,6 +7,7 @@ are kept.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import WeightMoves, fetch_weights, place_of, staying
-from sfast_ext.hosts.sdnext.whole_unet import WholeUnet
+from sfast_ext.hosts.sdnext.whole_unet import WholeUnet, is_tied
 from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.reasons import Reason
@@ -115,11 +116,20 @@ class Offload:
             accelerator.restores_for_saving = False
         for_plans = [functools.partial(fetch_weights, a, goes, self._report, "SD.Next") for a in ours]
         try:
-            with staying(self._accelerators_in(model, self._networks), goes):
+            with self._staying(model, goes):
                 return self._moves.to_gpu(model, goes, move, for_plans)
         finally:
             for accelerator in ours:
                 accelerator.restores_for_saving = True
+
+    def _staying(self, model: nn.Module, goes: torch.device | None) -> contextlib.AbstractContextManager[None]:
+        """See `staying`."""
+        networks, kept, early = self._accelerators_in(model, self._networks), list[Accelerator](), list[Accelerator]()
+        # empty parameters have no memory, by which accelerate knows a tied one: it would make them one
+        self._guarded(lambda: kept.extend([] if networks and is_tied(model) else networks))
+        if goes is not None and goes.type == "cuda":
+            self._guarded(lambda: early.extend(a for a in kept if self.whole.expected_aside(a, goes)))
+        return staying(kept, goes, bool(early))
 
     def _move_aux_to_gpu(self, original: Callable[..., Any], name: str) -> Any:
         """Make room for an auxiliary model, such as one for captions, which may be larger than the UNet."""

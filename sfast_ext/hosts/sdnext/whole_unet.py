@@ -139,6 +139,9 @@ class WholeUnet:
             return False
         if self._refusal(unet) is not None:
             return False
+        if is_tied(unet):
+            # none may stay, see `Offload`
+            return False
         available, needed = system_memory.available_bytes(), size + system_memory.MARGIN
         if available < system_memory.RESERVE:
             # what leaves it for the GPU is not kept there, see `WeightMoves`
@@ -154,12 +157,21 @@ class WholeUnet:
         needed = _bytes(unet) + gpu_room.WORKSPACE
         if resident.banks:
             needed += sum(bank.bytes for bank in resident.banks) - resident.bytes
+        else:
+            # as integers they take half as much
+            needed -= self.expected_aside(found, place) // 2
         missing = needed - _bytes(unet, "cuda") - banks.held
         most = torch.cuda.mem_get_info(place)[0] + torch.cuda.memory_reserved(place)
         if missing <= most and self._make_room(missing):
             return True
         self._missing[unet] = reasons.OFFLOAD_NO_ROOM(_gb(needed), _gb(min(most, gpu_room.free_bytes())))
         return False
+
+    def expected_aside(self, found: Accelerator, place: torch.device) -> int:
+        """Bytes of half-precision weights that are expected to stay in system memory for the call for which a network
+        comes to the GPU, as it makes the first plan; 0: none. A call that is bypassed needs all of them."""
+        bypassed = torch_state.obstacle() or self._refusal(found.module)
+        return 0 if bypassed else found.expected_aside(place)
 
     def did_not_fit(self, unet: nn.Module) -> None:
         """Memory ran out while all of a UNet came: SD.Next's map holds from now on, with nothing of it on the GPU."""
@@ -264,6 +276,11 @@ def _gpu_beside_memory(places: dict[str, Any]) -> Any:
 def _bytes(module: nn.Module, kind: str | None = None) -> int:
     """What its weights take, or those of them on a kind of device."""
     return sum(p.nbytes for p in module.parameters() if kind is None or p.device.type == kind)
+
+
+def is_tied(module: nn.Module) -> bool:
+    """Whether a parameter has several names."""
+    return sum(1 for _ in module.named_parameters(remove_duplicate=False)) > sum(1 for _ in module.parameters())
 
 
 def _gb(size: float) -> str:

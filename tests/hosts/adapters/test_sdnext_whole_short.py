@@ -15,6 +15,7 @@ from hosts.adapters.test_sdnext_whole_unet import OWN, SHORT, card, cards, in_pa
 from sfast_ext import accelerator_of
 from sfast_ext.hosts.sdnext import whole_unet
 from sfast_ext.report import current
+from sfast_ext.runtime import lean_calls
 from sfast_ext.runtime.model_state import ModuleContext
 
 OOM = torch.cuda.OutOfMemoryError
@@ -52,7 +53,8 @@ def test_the_first_forward_runs_out_of_memory(card: Running, monkeypatch: pytest
     with monkeypatch.context() as patch:
         ran = short(card, patch)
         parted(card, SHORT)
-        assert len(ran) == 1 and "keeps state" not in card.host.reasons()
+        # by layer, and with all of them
+        assert len(ran) == 2 and "keeps state" not in card.host.reasons()
     refused(card, side=24)
     assert card.counter("out_of_memory") == 1
     # another model, and the same loaded again
@@ -128,6 +130,8 @@ def test_nothing_gives_way_in_a_rehearsal(card: Running, monkeypatch: pytest.Mon
 def test_memory_runs_out_as_it_comes(card: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(whole_unet.WholeUnet, "_fits", lambda *_: True)
+        # all weights come
+        patch.setattr(lean_calls, "_is_possible", lambda context: False)
         parted(card, SHORT)
         parted(card, SHORT)
     # SD.Next's own, for which nothing is kept on the GPU from then on, were none

@@ -12,9 +12,10 @@ from pairs import one_of
 from pretended_card import GPU
 
 from hosts.adapters.test_sdnext_resident import SIZE, Running, on  # noqa: F401
-from sfast_ext import Config, accelerator_of
+from sfast_ext import Config, accelerator_of, reasons, torch_state
 from sfast_ext.hosts import gpu_room, system_memory
 from sfast_ext.hosts.sdnext import whole_unet
+from sfast_ext.runtime import lean_calls
 
 ROOM, MARK = 1.5, 0.6
 """UNets in half precision for which a card has room, and SD.Next's high watermark: less than one."""
@@ -98,17 +99,36 @@ def test_without_8_bits_it_comes_in_parts(card: Running) -> None:
     parted(card, OWN)
 
 
+def without_room(card: Running, needed: str, free: str) -> None:
+    for _ in range(2):
+        parted(card, f"8 bits need {needed} GB of GPU memory, and {free} are free")
+    assert card.counter("out_of_memory") == 0 and card.card.refused == 0
+
+
+@cards(1, (0.66, "july"), (0.66, "august"))
+def test_it_comes_in_parts_without_room_for_it_in_8_bits(card: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_unet, "_gb", lambda size: f"{size / SIZE:.2f}")
+    without_room(card, "0.67", "0.66")
+
+
 @cards(1, (1.05, "july"), (1.05, "august"))
 def test_it_comes_in_parts_without_room_for_all_of_it(card: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_unet, "_gb", lambda size: f"{size / SIZE:.2f}")
-    for _ in range(2):
-        parted(card, "8 bits need 1.10 GB of GPU memory, and 1.05 are free")
-    assert card.counter("out_of_memory") == 0 and card.card.refused == 0
+    monkeypatch.setattr(lean_calls, "_is_possible", lambda context: False)
+    without_room(card, "1.10", "1.05")
+
+
+@cards(0, (1.05, "july"), (1.05, "august"))
+def test_calls_that_are_bypassed_need_room_for_all_of_it(card: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_state, "obstacle", lambda: reasons.JIT_TRACE())
+        parted(card, "torch.jit.trace")
+    assert card.image() < 0.06 and not in_parts(card.unet)
 
 
 @cards(0)
 def test_what_plans_of_others_hold_counts_as_free(card: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = [torch.empty(int(0.45 * SIZE), dtype=torch.uint8, device=GPU)]
+    held = [torch.empty(int(0.85 * SIZE), dtype=torch.uint8, device=GPU)]
     monkeypatch.setattr(gpu_room, "givers", lambda *_: [held.clear])
     assert card.image() < 0.06
     assert not held and not in_parts(card.unet)
@@ -116,8 +136,8 @@ def test_what_plans_of_others_hold_counts_as_free(card: Running, monkeypatch: py
 
 @cards(1)
 def test_what_other_programs_hold_does_not(card: Running) -> None:
-    marked(card, 0.4)
-    held = torch.empty(int(0.45 * SIZE), dtype=torch.uint8, device=GPU)
+    marked(card, 0.2)
+    held = torch.empty(int(0.85 * SIZE), dtype=torch.uint8, device=GPU)
     parted(card, "8 bits need")
     del held
     whole(card)
