@@ -297,6 +297,11 @@ class Accelerator:
         memory goes there now. Whether any has. Raises nothing."""
         return self._sets_aside() and lean_calls.leave_early(self._context)
 
+    def expected_aside(self, device: torch.device) -> int:
+        """Bytes of weights that stay in system memory for the first plan, if all of the module comes from there within
+        `keeping_aside` with `early`; 0: none do, or there are plans."""
+        return lean_calls.expected_bytes(self._context, device) if self._sets_aside() else 0
+
     def _sets_aside(self) -> bool:
         return self.installed() and not self.parts and self.config.enabled and self.config.eight_bits
 

@@ -32,6 +32,7 @@ from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.runtime.plan_runner import out_of_memory
 from sfast_ext.weights.aside import Hidden
+from sfast_ext.weights.expected import expected
 from sfast_ext.weights.streamed import tensors
 from sfast_ext.weights.weight import WeightsAway, WeightsInUse
 
@@ -55,7 +56,7 @@ def may_be(context: ModuleContext, key: PlanKey) -> bool:
 def hidden(context: ModuleContext, device: torch.device) -> contextlib.AbstractContextManager[Hidden | None]:
     """See `residency.hidden`. If the module has no plans, and its first is expected to be one with 8 bits, weights that
     may be in 8 bits stay in system memory for it."""
-    if not _expects(context, device):
+    if context.arena.resident.in_parts or not _expects(context, device):
         return residency.hidden(context, device)
     context.arena.resident.expect(device)
     return context.arena.resident.hidden()
@@ -90,10 +91,17 @@ def leave_early(context: ModuleContext) -> bool:
     return False
 
 
+def expected_bytes(context: ModuleContext, device: torch.device) -> int:
+    """What the weights take that `hidden` would leave in system memory before there is a plan, if they were there that
+    are on the device, too; 0: it leaves none."""
+    found = expected(context.module, device) if _expects(context, device) else {}
+    return sum(aside.bytes for aside in found.values())
+
+
 def _expects(context: ModuleContext, device: torch.device) -> bool:
-    """Whether the module has no plans, and its first is expected to be one with 8 bits."""
-    model, resident = context.model, context.arena.resident
-    first = not (resident.banks or resident.in_parts or model.eight_bits.reason or model.plans())
+    """Whether the module has no plans, and its first is expected to be one with 8 bits if all of it is on a device."""
+    model = context.model
+    first = not (context.arena.resident.banks or model.eight_bits.reason or model.plans())
     if not (first and _is_possible(context) and residency.wanted(context, device)):
         return False
     return unsupported(device, {p.dtype for p in context.module.parameters()}) is None
