@@ -20,7 +20,7 @@ MUTATIONS = [
     Mutation(
         "weights of a first plan in Forge", "hosts/forge/resident_models.py",
         "with found.keeping_aside(place, early=True):", "with found.keeping_aside(place):",
-        (_OLD + "test_its_weights_wait_for_the_first_plan",),
+        (_OLD + "test_weights_with_a_lora_wait",),
     ),
     Mutation(
         "what Forge is told of weights that wait", _RESIDENT,
@@ -46,7 +46,7 @@ MUTATIONS = [
     Mutation(
         "weights that wait before it is decided that they may", _RESIDENT,
         "(unet in self._whole or unet is self._asked_of)", "unet in self._whole",
-        _FIRST,
+        (_TESTS + "test_there_need_not_be_room_for_all_of_it",),
     ),
     Mutation(
         "a UNet that Forge has loaded by itself", _RESIDENT,

@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from hosts.adapters import test_forge_resident_first as neo
-from hosts.adapters.resident_forge import card_with
+from hosts.adapters.resident_forge import SIZE, SMALL, Running, card_with, room
+from hosts.adapters.test_forge_old_resident import right
 from hosts.adapters.test_forge_resident_first import lean, told  # noqa: F401
 from hosts.standins import forge_old_memory
 from sfast_ext.hosts.forge import adapter as forge
@@ -33,3 +34,13 @@ globals().update({test.__name__: test for test in OTHERS_TOO})
 
 
 on = card_with(forge_old_memory, forge.OldSession)
+
+
+@room(1.6)
+def test_weights_with_a_lora_wait(on: Running, lean: list[int]) -> None:  # noqa: F811
+    for loras in ({"a": 1.0}, {"a": 1.0, "b": -1.0}, {}, {"b": 1.0}):
+        on.lora(**loras)
+        neo.load(on)
+        # Forge makes them after the move, each once
+        assert on.there < SMALL and on.off > 0.95 * SIZE and right(on)
+    assert on.image() < 0.06 and len(lean) == 1 and right(on)
