@@ -52,6 +52,11 @@ class Aside:
         container, name = self.slots[0]
         return container.get(name)
 
+    def is_gone_from(self, slots: list[WeightSlot]) -> bool:
+        """Whether it is in none of these places: the host has put another layer there."""
+        mine = {(id(container), name) for container, name in self.slots}
+        return mine.isdisjoint((id(container), name) for container, name in slots)
+
     def changed(self) -> bool:
         """Whether banks are to be made of it again, as far as its state tells. Raises what `checked` does."""
         seen, now = self.seen, self.now

@@ -91,7 +91,8 @@ class Resident:
         tracked, weights, self.device = self._tracked, list(weights), device
         parts = list({id(part): part for weight in weights for part in weight.parts or (weight,)}.values())
         for part in parts:
-            if part.path not in self._asides:
+            aside = self._asides.get(part.path)
+            if aside is None or aside.is_gone_from(part.slots):
                 # the object is what plans of the model have in common, whatever its slots hold
                 self._asides[part.path] = Aside(part.path, part.slots, part.tensor.shape, part.tensor.dtype)
         self._leave([aside.now for part in parts if (aside := self._asides[part.path])])

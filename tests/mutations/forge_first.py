@@ -56,7 +56,7 @@ MUTATIONS = [
     Mutation(
         "weights that are others since they waited", _RESIDENT,
         "resident.forget()", "pass",
-        (_TESTS + "test_a_layer_is_replaced_before_the_first_step",),
+        (_TESTS + "test_layers_are_replaced_before_they_come_again",),
     ),
     Mutation(
         "a UNet that is loaded after the extension was turned on", _RESIDENT,
@@ -77,5 +77,10 @@ MUTATIONS = [
         "what Forge is told of weights that have come for a call without a plan", _LAYERS,
         "(found.module in self._whole or self._in_8_bits(model) is found)", "self._in_8_bits(model) is found",
         (_TESTS + "test_a_first_image_without_a_plan",),
+    ),
+    Mutation(
+        "weights of layers that others have replaced", "weights/resident.py",
+        "if aside is None or aside.is_gone_from(part.slots):", "if aside is None:",
+        (_TESTS + "test_layers_are_replaced_on_the_gpu",),
     ),
 ]

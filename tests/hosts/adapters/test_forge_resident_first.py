@@ -356,20 +356,42 @@ def test_weights_of_another_type_before_the_first_step(on: Running, lean: list[i
     assert on.image() < 0.06 and on.away and on.counter("captures") == 1 and on.counter("errors") == 0
 
 
-@room(1.6)
-def test_a_layer_is_replaced_before_the_first_step(on: Running, lean: list[int], told: Any) -> None:
-    load(on)
-    leave(on)
+def replace_layers(on: Running, place: str) -> None:
+    """An extension puts other linear layers, with the same weights, in the place of all of them. Those that it took out
+    are of no use any more."""
     for module in on.host.unet.modules():
-        for name, child in list(module.named_children()):
-            if isinstance(child, torch.nn.Linear):
-                made = type(child)(child.in_features, child.out_features, child.bias is not None, dtype=torch.bfloat16)
-                made.load_state_dict(child.state_dict())
+        for name, old in list(module.named_children()):
+            if isinstance(old, torch.nn.Linear):
+                made = type(old)(old.in_features, old.out_features, old.bias is not None, dtype=old.weight.dtype)
+                made.load_state_dict(old.state_dict())
                 made.parameters_manual_cast = False
                 with torch.no_grad():
-                    child.weight.zero_()
-                setattr(module, name, made.requires_grad_(False))
-    assert on.image() < 0.06 and len(lean) == 1 and on.image() < 0.06 and on.counter("errors") == 0
+                    old.weight.zero_()
+                setattr(module, name, made.requires_grad_(False).to(place))
+
+
+@room(1.6)
+def test_layers_are_replaced_before_they_come_again(on: Running, lean: list[int], told: Any) -> None:
+    load(on)
+    leave(on)
+    replace_layers(on, "cpu")
+    load(on)
+    # what is known of the layers before is nothing of these
+    assert on.there < SMALL and on.off > 0.95 * SIZE and told_truly(on)
+    assert on.image() < 0.06 and len(lean) == 1 and on.image() < 0.06 and on.away and on.counter("errors") == 0
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@room(1.6)
+def test_layers_are_replaced_on_the_gpu(on: Running, planned: bool) -> None:
+    # a comparison would not find it
+    on.host.opts.data["sfast_check"] = "never"
+    load(on)
+    assert not planned or on.image() < 0.06 and on.image() < 0.06
+    replace_layers(on, "cuda")
+    for _ in range(3):
+        assert on.image() < 0.06
+    assert on.away and on.counter("errors") == 0
 
 
 @room(1.6)
