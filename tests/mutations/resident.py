@@ -415,7 +415,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights that stay while Forge moves a UNet", "hosts/forge/resident_models.py",
-        "with found.keeping_aside(place):", "with contextlib.nullcontext():",
+        "with found.keeping_aside(place, early=True):", "with contextlib.nullcontext():",
         (_FORGE + "test_a_lora_that_finds_no_room_on_the_gpu_is_made_in_system_memory",),
     ),
     Mutation(

@@ -59,7 +59,7 @@ class ForgeSession(WebUISession):
         self._memory = self._make_memory((*self._secondary.attachments, self._unets), self.report)
         self._vae_room = VaeRoom(self._memory.make_room, self.report)
         self._resident = self._make_resident(
-            self.RESIDENCE, self._unets, self.config, self._memory.unrestored, self.report
+            self.RESIDENCE, self._unets, self.config, self._memory.unrestored, self._attach, self.report
         )
 
     @classmethod
@@ -124,6 +124,12 @@ class ForgeSession(WebUISession):
             resident = self._resident if self.FOLLOWS_RESIDENCE else None
             hooks = self._hooks[unet] = ForgeHooks(unet, lambda: holder_of(self.model()), self.PROGRAM, resident)
         return hooks.hooks()
+
+    def _attach(self, unet: nn.Module) -> None:
+        config, model = self.config(), self.model()
+        if config.enabled and unet_of(model) is unet and self._model_bypass_reason(model) is None:
+            self._resident.before(config, unet)
+            self._unets.follow(unet, config)
 
     def _follow(self, model: Any) -> None:
         self.report.new_generation()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sfast_ext.accelerator import Accelerator
+from sfast_ext.eight_bits import RESIDENT
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,28 @@ def on_gpu(module: nn.Module) -> int:
 
 
 def needs(found: Accelerator, model: nn.Module) -> int:
-    """What a UNet takes on the GPU with 8-bit weights.
+    """What a UNet takes on the GPU with 8-bit weights, about that before its first plan.
 
     Args:
         model: the one around it.
     """
-    return bytes_of(model) - found.arena.resident.bytes + sum(bank.bytes for bank in found.arena.resident.banks)
+    resident = found.arena.resident
+    if resident.banks or resident.device is None:
+        return bytes_of(model) - resident.bytes + sum(bank.bytes for bank in resident.banks)
+    return about(model, found.expected_aside(resident.device))
+
+
+def about(model: nn.Module, aside: int) -> int:
+    """The same, if weights of so many bytes wait in system memory for the first plan: they take half as much in 8 bits,
+    and those of some layers stay in half precision."""
+    size = bytes_of(model)
+    return max(size - aside // 2, int(RESIDENT * size)) if aside else size
+
+
+def awaits(found: Accelerator) -> bool:
+    """Whether a UNet is on the GPU, and weights of it are in system memory for its first plan."""
+    resident = found.arena.resident
+    return not resident.banks and on_gpu(found.module) > 0 and bool(resident.elsewhere())
 
 
 def held(found: Accelerator, model: nn.Module) -> int:

@@ -2,9 +2,10 @@
 bits stay in system memory. What Forge, Forge Neo and reForge have in common.
 
 Forge asks what a model takes before it loads it, and loads it in parts if there is less room than that. Here it is told
-what the UNet takes with 8-bit weights, and of weights that stay in system memory it moves empty ones. The first image
-has no 8-bit weights: then the UNet comes in half precision, if there is room for it. If the original forward runs out
-of memory later, Forge loads the UNet in parts, as it would have done at once, and the forward runs again.
+what the UNet takes with 8-bit weights, and of weights that stay in system memory it moves empty ones. In the first
+image those wait there that the first plan may have in 8 bits, see `lean_calls`; if none can, the UNet comes in half
+precision, if there is room for it. If the original forward runs out of memory later, Forge loads the UNet in parts, as
+it would have done at once, and the forward runs again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sfast_ext.config import Config
 from sfast_ext.eight_bits import RESIDENT, SMALL, refusal_of
 from sfast_ext.hosts import gpu_room, reasons, system_memory
 from sfast_ext.hosts.attachment import Attachment
-from sfast_ext.hosts.forge.residence import Residence, bytes_of, held, needs, on_gpu
+from sfast_ext.hosts.forge.residence import Residence, about, awaits, bytes_of, held, needs, on_gpu
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import place_of
 from sfast_ext.hosts.session import guarded
@@ -37,7 +38,7 @@ ALL = 1e32
 """Forge's number of bytes for a model that is to be loaded as a whole."""
 WHY = "the WebUI needs the GPU memory"
 _HALF = frozenset({torch.float16, torch.bfloat16})
-_SHORT = "there was no room for all of the UNet in half precision: Forge loads it in parts from now on"
+_SHORT = "there was no room for all of the UNet: Forge loads it in parts from now on"
 
 
 class Whole(NamedTuple):
@@ -64,6 +65,7 @@ class ResidentUnet:
         unets: has their accelerators.
         config: gives the settings that hold now.
         unrestored: within, `state_dict()` of a model leaves its weights where they are.
+        attach: gives a UNet its accelerator, if it is the one that makes the steps and the extension is on.
 
     Attributes:
         changes: how often a UNet took another form while an image was made.
@@ -75,16 +77,19 @@ class ResidentUnet:
         unets: Attachment,
         config: Callable[[], Config],
         unrestored: Callable[[Any], contextlib.AbstractContextManager[None]],
+        attach: Callable[[nn.Module], object],
         report: Report,
     ) -> None:
         self._residence, self._unets, self._config, self._report = residence, unets, config, report
-        self._unrestored = unrestored
+        self._unrestored, self._attach = unrestored, attach
         self.installed, self.changes = False, 0
         self._loaded_models: Callable[[], Iterable[Any]] = list
         self._whole: weakref.WeakKeyDictionary[nn.Module, Whole] = weakref.WeakKeyDictionary()
         # a UNet has no use for it a second time if memory ran out once
         self._refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._missing: weakref.WeakKeyDictionary[nn.Module, Reason] = weakref.WeakKeyDictionary()
+        # of which it is asked if weights may leave the GPU, before it is decided
+        self._asked_of: nn.Module | None = None
 
     def install(self, host: Installation) -> None:
         """Wrap functions of Forge."""
@@ -106,7 +111,8 @@ class ResidentUnet:
 
     def allows(self, unet: nn.Module | None, size: int) -> bool:
         """Whether weights of so many bytes may leave the GPU."""
-        return unet is not None and unet in self._whole and system_memory.has_room_for(size)
+        whole = unet is not None and (unet in self._whole or unet is self._asked_of)
+        return whole and system_memory.has_room_for(size)
 
     def follows(self, unet: nn.Module | None) -> bool:
         """Whether Forge's functions are those that are known, and the card has room for a UNet as a whole."""
@@ -121,16 +127,27 @@ class ResidentUnet:
     # which UNets
 
     def _in_8_bits(self, model: Any) -> Accelerator | None:
-        """The accelerator of a UNet that has 8-bit weights in place of those in half precision."""
+        """The accelerator of a UNet that has 8-bit weights in place of those in half precision, or is to have them with
+        its first plan, for which these are in system memory."""
         found = self._accelerator(model)
-        resident = None if found is None else found.arena.resident
-        if resident is None or resident.in_parts or not resident.banks or not self._is_on(found):
+        if found is None or found.arena.resident.in_parts or not self._is_on(found):
             return None
-        return found
+        return found if found.arena.resident.banks or awaits(found) else None
+
+    def _about_to_load(self, model: Any) -> Accelerator | None:
+        """The accelerator of a UNet, which may get it only now: if the extension was off when the checkpoint came."""
+        unet = self._unet(model)
+        if unet is not None and not self._unets.holds(unet):
+            guarded(self._report, "memory", lambda: self._attach(unet))
+        return self._accelerator(model)
+
+    def _unet(self, model: Any) -> Any:
+        unet = getattr(model, "diffusion_model", None)
+        return unet if type(unet).__name__ in self._residence.networks else None
 
     def _accelerator(self, model: Any) -> Accelerator | None:
-        unet = getattr(model, "diffusion_model", None)
-        if type(unet).__name__ not in self._residence.networks:
+        unet = self._unet(model)
+        if unet is None:
             return None
         found = accelerator_of(unet)
         return found if isinstance(found, Accelerator) and self._unets.holds(unet) else None
@@ -176,13 +193,42 @@ class ResidentUnet:
         if usable >= ALL / 2 or not self._may(found, patcher, place):
             # or the user wants all models to be loaded as a whole
             return False
+        # else weights come that are to stay, if 8 bits are on since now
+        found.configure(self._config())
         if found.arena.resident.banks:
             return usable >= needs(found, model)
-        size = bytes_of(model)
-        free, needed = gpu_room.free_bytes() + freed + held(found, model), size + gpu_room.WORKSPACE
+        aside = self._aside_at_first(found, place)
+        first = about(model, aside)
+        share = first if aside else RESIDENT * first
+        free = gpu_room.free_bytes() + freed + held(found, model)
+        # next to it Forge leaves some for a forward
+        needed = max(first + gpu_room.WORKSPACE, share + free - usable)
         if free < needed:
             self._missing[unet] = reasons.IN_PARTS_FIRST(f"{needed / 2**30:.1f}", f"{free / 2**30:.1f}")
-        return free >= needed and usable >= RESIDENT * size
+        return free >= needed
+
+    def _aside_at_first(self, found: Accelerator, place: torch.device | None) -> int:
+        """Bytes of the weights that wait in system memory for the first plan of a UNet which is loaded as a whole; 0:
+        all of it comes in half precision."""
+        unet = found.module
+        if place is None or unet in self._whole and on_gpu(unet) and not awaits(found):
+            # they have come for a call without a plan, as they would again
+            return 0
+        self._asked_of = unet
+        try:
+            return found.expected_aside(place)
+        finally:
+            self._asked_of = None
+
+    def _begin(self, found: Accelerator, place: torch.device, leave: Callable[[], object]) -> None:
+        """A UNet is about to be loaded as a whole. If its weights are to wait in system memory for the first plan, what
+        Forge has loaded of it by itself leaves the GPU."""
+        unet, resident = found.module, found.arena.resident
+        if unet not in self._whole and on_gpu(unet) and self._aside_at_first(found, place):
+            leave()
+        if not resident.banks and not on_gpu(unet):
+            # its weights may be others since it was loaded before
+            resident.forget()
 
     # loading
 

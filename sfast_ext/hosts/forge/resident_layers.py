@@ -54,8 +54,10 @@ class ResidentLayers(ResidentUnet):
 
     def _count(self, model: Any) -> None:
         """Note in the model what of it is on the GPU, while it is loaded. Forge reads it there."""
-        found = self._in_8_bits(model)
-        if found is not None and model.model_loaded_weight_memory > 0:
+        found = self._accelerator(model)
+        # all of its weights may have come for a call without a plan
+        ours = found is not None and (found.module in self._whole or self._in_8_bits(model) is found)
+        if found is not None and ours and model.model_loaded_weight_memory > 0:
             model.model_loaded_weight_memory = max(1, held(found, model))
 
     # what Forge does
@@ -70,7 +72,7 @@ class ResidentLayers(ResidentUnet):
         **more: Any,
     ) -> Any:
         model = patcher.model
-        found = self._accelerator(model)
+        found = self._about_to_load(model)
         if found is None:
             return original(patcher, device_to, extra_memory, *args, **more)
         place, before = place_of(device_to), model.model_loaded_weight_memory
@@ -79,6 +81,7 @@ class ResidentLayers(ResidentUnet):
             # less than is there is never told
             usable = min(usable, known.usable)
         if place is not None and self._fits(found, patcher, place, usable):
+            self._begin(found, place, lambda: patcher.unpatch_model(patcher.offload_device, unpatch_weights=True))
             found.arena.resident.in_parts, self._loads = False, model
 
             def in_parts(patcher: Any, most: float) -> None:
@@ -86,8 +89,6 @@ class ResidentLayers(ResidentUnet):
                 load_anew(patcher.model)
 
             self._whole[found.module] = Whole(weakref.ref(patcher), in_parts, usable)
-            # else weights come that are to stay, if 8 bits are on since now
-            found.configure(self._config())
             try:
                 if self._loaded(place, lambda: original(patcher, device_to, ALL, *args, **more)):
                     self._count(model)
@@ -153,7 +154,10 @@ class ResidentLayers(ResidentUnet):
         place = place_of(device_to)
         if found is None or place is None:
             return original(patcher, device_to, *args, **more)
-        with found.keeping_aside(place) as self._hidden:
+        if (unpin := getattr(patcher, "unpin_all_weights", None)) is not None:
+            # while Forge Neo finds the memory that it has pinned of those in parts
+            unpin()
+        with found.keeping_aside(place, early=True) as self._hidden:
             try:
                 return original(patcher, device_to, *args, **more)
             finally:
@@ -176,7 +180,7 @@ class ResidentLayers(ResidentUnet):
         patcher = None if taken is None else taken.patcher()
         if taken is not None and patcher is None:
             # a clone for one image, which is gone: Forge has one that it was made of
-            others = (each.model for each in self._loaded_models())
+            others = (each.model for each in self._loaded_models() if each.model is not None)
             patcher = next((p for p in others if getattr(p.model, "diffusion_model", None) is unet), None)
         return patcher if patcher is not None and patcher.model.model_loaded_weight_memory else None
 

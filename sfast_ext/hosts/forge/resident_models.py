@@ -84,7 +84,7 @@ class ResidentModels(ResidentUnet):
     def _leave_parts(self, patcher: Any) -> None:
         """Forge does not load again what is loaded: a UNet in parts leaves, if it would come as a whole now."""
         model = patcher.model
-        found, loader = self._accelerator(model), self.loader(getattr(model, "diffusion_model", None))
+        found, loader = self._about_to_load(model), self.loader(getattr(model, "diffusion_model", None))
         if found is None or loader is None or loader.model is not patcher or not loader.model_accelerated:
             return
         if found.module in self._tried:
@@ -162,14 +162,13 @@ class ResidentModels(ResidentUnet):
         fits = functools.partial(self._fits, found, loaded.model, place, usable)
         # none at all is what the user asked for
         if kept != 0 and place is not None and self._asked(fits):
+            self._begin(found, place, lambda: model.to(loaded.model.offload_device))
             found.arena.resident.in_parts = False
 
             def in_parts(loaded: Any, most: float) -> None:
                 original(loaded, max(1, self._management.compute_model_gpu_memory_when_using_cpu_swap(most, 0)))
 
             self._whole[found.module] = Whole(weakref.ref(loaded.model), in_parts, usable)
-            # else weights come that are to stay, if 8 bits are on since now
-            found.configure(self._config())
             with self._as_a_whole(model, place):
                 if self._loaded(place, lambda: original(loaded, -1)):
                     self._tried.discard(found.module)
@@ -228,7 +227,7 @@ class ResidentModels(ResidentUnet):
         if found is None or place is None:
             return original(patcher, target, *args, **more)
         # only here: Forge keeps what it finds in place of a weight that gets LoRA
-        with found.keeping_aside(place):
+        with found.keeping_aside(place, early=True):
             return original(patcher, target, *args, **more)
 
     def _merge(

@@ -17,6 +17,8 @@ from sfast_ext.tools.lib import models
 
 HALF = torch.bfloat16
 Backup = collections.namedtuple("Backup", ["weight", "inplace_update"])
+PINNED: dict[int, int] = {}
+"""Bytes of memory that is pinned, by address: `backend.memory_management.PINNED_MEMORY`."""
 
 
 class Layer(forge.Layer):
@@ -157,11 +159,22 @@ class ModelPatcher:
             self.backup[key] = Backup(weight.to(device=self.offload_device), inplace_update)
         self._set(key, self._merged(key, weight.to(device_to)))
 
+    def pin_weight_to_device(self, key: str) -> None:
+        weight = self.model.get_parameter(key)
+        if weight.device.type == "cpu":
+            PINNED[weight.data_ptr()] = weight.nbytes
+            self.pinned.add(key)
+
     def unpin_weight(self, key: str) -> None:
-        self.pinned.discard(key)
+        if key in self.pinned:
+            weight = self.model.get_parameter(key)
+            if weight.device.type == "cpu" and PINNED.get(weight.data_ptr()) == weight.nbytes:
+                del PINNED[weight.data_ptr()]
+            self.pinned.remove(key)
 
     def unpin_all_weights(self) -> None:
-        self.pinned.clear()
+        for key in list(self.pinned):
+            self.unpin_weight(key)
 
     def _load_list(self) -> list[Any]:
         loading = []
@@ -215,7 +228,9 @@ class ModelPatcher:
             m.forge_patched_weights = True
         for _, m, _ in load_completely:
             m.to(device_to)
-        self.pinned |= {f"{n}.{param}" for n, params in offloaded for param in params}
+        for n, params in offloaded:
+            for param in params:
+                self.pin_weight_to_device(f"{n}.{param}")
         self.model.model_lowvram = lowvram_counter > 0
         if not lowvram_counter and full_load:
             self.model.to(device_to)
@@ -265,7 +280,8 @@ class ModelPatcher:
             m.prev_parameters_manual_cast = m.parameters_manual_cast
             m.parameters_manual_cast, m.forge_patched_weights = True, False
             freed += module_mem
-            self.pinned |= {f"{n}.{param}" for param in params}
+            for param in params:
+                self.pin_weight_to_device(f"{n}.{param}")
         self.model.model_lowvram = True
         self.model.model_loaded_weight_memory -= freed
         return freed
