@@ -50,6 +50,11 @@ MUTATIONS = [
     Mutation(
         "GPU memory that a call needs which is bypassed", _FILE,
         "return 0 if bypassed else found.expected_aside(place)", "return found.expected_aside(place)",
+        (_FIRST + "test_an_image_that_is_bypassed_finds_all_weights",),
+    ),
+    Mutation(
+        "GPU memory that a call needs which nothing accelerates", _FILE,
+        "if torch_state.obstacle() is None:", "if True:",
         (_TESTS + "test_calls_that_are_bypassed_need_room_for_all_of_it",),
     ),
     Mutation(

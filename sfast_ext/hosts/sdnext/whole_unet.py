@@ -154,13 +154,15 @@ class WholeUnet:
     def _fits(self, found: Accelerator, place: torch.device) -> bool:
         """Whether there is room on the GPU for all that is not to stay in system memory, and for a forward."""
         unet, resident, banks = found.module, found.arena.resident, found.arena.banks
-        needed = _bytes(unet) + gpu_room.WORKSPACE
-        if resident.banks:
-            needed += sum(bank.bytes for bank in resident.banks) - resident.bytes
-        else:
+        needed, there = _bytes(unet) + gpu_room.WORKSPACE, _bytes(unet, "cuda")
+        # a call that is bypassed needs all weights, and banks give way to them
+        if torch_state.obstacle() is None:
             # as integers they take half as much
             needed -= self.expected_aside(found, place) // 2
-        missing = needed - _bytes(unet, "cuda") - banks.held
+            if resident.banks:
+                needed += sum(bank.bytes for bank in resident.banks) - resident.bytes
+            there += banks.held
+        missing = needed - there
         most = torch.cuda.mem_get_info(place)[0] + torch.cuda.memory_reserved(place)
         if missing <= most and self._make_room(missing):
             return True

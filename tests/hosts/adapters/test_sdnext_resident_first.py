@@ -141,7 +141,7 @@ def test_another_checkpoint_before_the_first_call(early: Running, lean: list[int
     assert len(lean) == early.counter("captures")
 
 
-@places((WHOLE, WIDE, "july"), (PARTED, 1.6, "july"), number=1)
+@places((WHOLE, WIDE, "july"), (PARTED, 1.6, "july"))
 def test_a_refiner(early: Running, lean: list[int]) -> None:
     data = early.host.modeldata.model_data
     info = SimpleNamespace(name="refiner")
@@ -149,11 +149,8 @@ def test_a_refiner(early: Running, lean: list[int]) -> None:
     early.host.session.follow()
     wanted = early.host.stock(refine=True)
     for _ in range(2):
-        early.card.peak = 0
         found = early.host.image(refine=True)
         assert (found - wanted).norm() / wanted.norm() < 0.1
-        # the other one's weights in 8 bits are there as well
-        assert early.card.peak / SIZE < MOST + 0.7
     assert len(lean) == 2 and resident.away(refiner.unet) > 20 and early.counter("weights_brought_back") == 0
     data.sd_refiner = None
 

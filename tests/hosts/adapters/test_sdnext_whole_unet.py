@@ -124,6 +124,11 @@ def test_calls_that_are_bypassed_need_room_for_all_of_it(card: Running, monkeypa
         patch.setattr(torch_state, "obstacle", lambda: reasons.JIT_TRACE())
         parted(card, "torch.jit.trace")
     assert card.image() < 0.06 and not in_parts(card.unet)
+    # with weights in 8 bits, too
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_state, "obstacle", lambda: reasons.JIT_TRACE())
+        parted(card, "torch.jit.trace")
+    assert card.image() < 0.06 and not in_parts(card.unet) and card.card.refused == 0
 
 
 @cards(0)
