@@ -101,7 +101,21 @@ class AcceleratedForward:
         return (ClassForward if has_copies(self, self._module) else _class_forward), (self._module,)
 
 
-class BeforeSaving:
+class OwnHook:
+    """A hook that changes nothing of what a forward returns: readings of behaviour leave it out. A copied or loaded
+    module has none."""
+
+    def __call__(self, *_: Any) -> None:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _no_hook
+
+    def __reduce__(self) -> Any:
+        return _hook_of_others, ()
+
+
+class BeforeSaving(OwnHook):
     """A hook that runs before `state_dict()` of the module, or before it is copied or pickled."""
 
     def __init__(self, owner: SlotOwner) -> None:

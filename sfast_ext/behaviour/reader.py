@@ -34,7 +34,7 @@ from sfast_ext.behaviour.foreign_code import (
     torchs_methods,
     written_by,
 )
-from sfast_ext.behaviour.forward_slot import AcceleratedForward, is_own_forward
+from sfast_ext.behaviour.forward_slot import AcceleratedForward, OwnHook, is_own_forward
 from sfast_ext.behaviour.reach import Walk, names_within
 from sfast_ext.behaviour.snapshot import MAX_LENGTH, Snapshot
 from sfast_ext.behaviour.value_types import ATOMS, is_own, is_plain_tuple, plain_key
@@ -321,7 +321,7 @@ class Reader:
             if hooks is None:
                 continue
             self.snapshot.hooks(hooks)
-            for hook in hooks.values():
+            for hook in [hook for hook in hooks.values() if not isinstance(hook, OwnHook)]:
                 self.key.append((slot, self.function(hook)))
                 self.functions[id(hook)] = hook
                 self.patches.append(Patch(path, module, "hook", hook))

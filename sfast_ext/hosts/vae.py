@@ -14,7 +14,7 @@ from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment
-from sfast_ext.hosts.vae_memory import free_cached, widths_of
+from sfast_ext.hosts.vae_memory import widths_of
 from sfast_ext.reasons import text
 from sfast_ext.report import Report
 from sfast_ext.secondary_report import SecondaryReport
@@ -44,16 +44,7 @@ class VaePart(Attachment):
         def named(shapes: Sequence[tuple[int, ...]]) -> str | None:
             return words.vae_words(part, shapes)
 
-        def made(module: nn.Module) -> Hooks:
-            hooks = hooks_for(module, named)
-            vouch = hooks.recognised
-
-            def recognised(module: nn.Module, kind: str, function: object) -> bool:
-                return function is free_cached or (vouch is not None and vouch(module, kind, function))
-
-            return replace(hooks, recognised=recognised)
-
-        super().__init__(made, self._secondary, name=f"VAE {part}")
+        super().__init__(lambda module: hooks_for(module, named), self._secondary, name=f"VAE {part}")
 
     def status(self) -> list[dict[str, Any]]:
         """As of other networks. "idle" is why the last call was bypassed."""

@@ -1,7 +1,7 @@
 """Makes room on the GPU before a VAE decodes or encodes, which takes more memory than its weights.
 
 A decoder's values double at each level. Blocks of the allocator that smaller ones have left hold none of the larger
-ones: next to a peak of 2.4 GB it keeps 4.3 (SDXL, 1024x1024). On a small card `free_cached` gives them back before
+ones: next to a peak of 2.4 GB it keeps 4.3 (SDXL, 1024x1024). On a small card `FreeCached` gives them back before
 the last, largest ones are made.
 """
 
@@ -16,19 +16,47 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext.behaviour.forward_slot import OwnHook
 from sfast_ext.hosts import gpu_room
 
 _LARGE = 64 << 20
 """Bytes of what a block of a decoder is given, from which it matters."""
 
 
-def free_cached(module: nn.Module, args: Any) -> None:
+class FreeCached(OwnHook):
     """A forward pre-hook: gives back what the allocator holds for nobody, if the input is large."""
-    x = args[0] if args else None
-    if isinstance(x, torch.Tensor) and x.is_cuda and x.nbytes >= _LARGE:
-        # torch 2.1 refuses while a CUDA graph is captured
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.empty_cache()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        x = args[0] if args else None
+        if isinstance(x, torch.Tensor) and x.is_cuda and x.nbytes >= _LARGE:
+            # torch 2.1 refuses while a CUDA graph is captured
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
+
+
+class MakeRoom(OwnHook):
+    """A forward pre-hook of a decoder or an encoder.
+
+    Args:
+        make_room: see `VaeMemory`.
+        need: the bytes that the original takes for an input.
+        frees_cached: whether `FreeCached` is on its largest steps.
+    """
+
+    def __init__(
+        self, make_room: Callable[[float, bool], None], need: Callable[[torch.Tensor], float], frees_cached: bool
+    ) -> None:
+        self._make_room, self._need, self._frees_cached = make_room, need, frees_cached
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
+            planned = gpu_room.planned_bytes(module, args)
+            needed = self._need(args[0]) if planned is None else planned
+            others = gpu_room.left_to_others(needed)
+            self._make_room(needed + others, others > 0)
+            # a plan gives cached memory back by itself
+            if planned is None and not self._frees_cached:
+                gpu_room.hold_one_block(needed)
 
 
 def largest_steps(decoder: nn.Module) -> list[nn.Module]:
@@ -83,26 +111,13 @@ class VaeMemory:
             # another decoder is left alone
             with contextlib.suppress(AttributeError, IndexError, TypeError):
                 steps = largest_steps(decoder)
-        decodes = self._before(functools.partial(gpu_room.decoder_bytes, widths), bool(steps))
-        encodes = self._before(functools.partial(gpu_room.encoder_bytes, widths), False)
+        decodes = MakeRoom(self._make_room, functools.partial(gpu_room.decoder_bytes, widths), bool(steps))
+        encodes = MakeRoom(self._make_room, functools.partial(gpu_room.encoder_bytes, widths), False)
         return [
             decoder.register_forward_pre_hook(decodes),
             encoder.register_forward_pre_hook(encodes),
-            *(step.register_forward_pre_hook(free_cached) for step in steps),
+            *(step.register_forward_pre_hook(FreeCached()) for step in steps),
         ]
-
-    def _before(self, need: Callable[[torch.Tensor], float], frees_cached: bool) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            if args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
-                planned = gpu_room.planned_bytes(module, args)
-                needed = need(args[0]) if planned is None else planned
-                others = gpu_room.left_to_others(needed)
-                self._make_room(needed + others, others > 0)
-                # a plan gives cached memory back by itself
-                if planned is None and not frees_cached:
-                    gpu_room.hold_one_block(needed)
-
-        return hook
 
 
 def widths_of(vae: nn.Module) -> Sequence[int]:

@@ -3,7 +3,9 @@ call, and no result depends on them."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import types
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 
 from sfast_ext import Config, accelerate
 from sfast_ext.behaviour import surroundings
-from sfast_ext.behaviour.fingerprint import Reader
+from sfast_ext.behaviour.fingerprint import Reader, fingerprint
+from sfast_ext.behaviour.forward_slot import OwnHook
 from sfast_ext.behaviour.value_types import MECHANICS
 
 
@@ -142,3 +145,27 @@ def read_functions(net):
     reader.surroundings(surroundings.look(), net)
     reader.read_all(net)
     return [f for f in (*reader.functions.values(), *reader.values.functions.values()) if hasattr(f, "__code__")]
+
+
+class Noted(OwnHook):
+    def __init__(self):
+        self.owner = accelerate(torch.nn.Linear(3, 3), Config(allow_cpu=True))
+
+    def __call__(self, *given):
+        assert len(given) == 2
+
+
+def test_our_hooks_are_no_behaviour_and_no_patches():
+    net, x = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)), torch.randn(2, 3)
+    before = fingerprint(net)
+    handle = net[1].register_forward_pre_hook(Noted())
+    found = fingerprint(net)
+    assert found.patches == [] and found.key == before.key
+    acc = accelerate(net, Config(allow_cpu=True))
+    assert all(torch.equal(net(x), acc.run_original(x)) for _ in range(3))
+    assert acc.report.counter("replays") + acc.report.counter("eager_runs") and acc.report.counter("bypasses") == 0
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert torch.equal(other(x), net(x))
+        assert not any(isinstance(h, Noted) for h in other[1]._forward_pre_hooks.values())
+    handle.remove()
+    assert fingerprint(net).patches == []

@@ -72,8 +72,8 @@ def test_small_values_and_others_leave_it(freed: list[int], monkeypatch: pytest.
     watched = vae_memory.VaeMemory(lambda needed, in_one: None)
     watched.watch([vae])
     decoded(vae)
-    vae_memory.free_cached(vae, ())
-    vae_memory.free_cached(vae, (torch.empty(65 << 20, dtype=torch.uint8, device="meta"),))
+    vae_memory.FreeCached()(vae, ())
+    vae_memory.FreeCached()(vae, (torch.empty(65 << 20, dtype=torch.uint8, device="meta"),))
     assert not freed
     watched.release()
     for other in (nn.Linear(1, 1), of_diffusers((8,)).decoder):
@@ -100,7 +100,7 @@ def test_a_cache_that_cannot_be_given_back_now_stays(freed: list[int], monkeypat
         raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
     monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
-    vae_memory.free_cached(nn.Identity(), (torch.randn(4).to("cuda"),))
+    vae_memory.FreeCached()(nn.Identity(), (torch.randn(4).to("cuda"),))
 
 
 @pytest.mark.parametrize(
