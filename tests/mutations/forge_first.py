@@ -83,4 +83,9 @@ MUTATIONS = [
         "if aside is None or aside.is_gone_from(part.slots):", "if aside is None:",
         (_TESTS + "test_layers_are_replaced_on_the_gpu",),
     ),
+    Mutation(
+        "memory that a plan keeps while Forge loads its UNet in parts", "hosts/forge/resident_models.py",
+        "found.give_memory_back()", "pass",
+        ("hosts/adapters/test_forge_old_resident.py::test_if_all_of_it_cannot_be_loaded_it_is_in_parts_at_once",),
+    ),
 ]
