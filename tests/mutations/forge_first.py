@@ -86,6 +86,6 @@ MUTATIONS = [
     Mutation(
         "memory that a plan keeps while Forge loads its UNet in parts", "hosts/forge/resident_models.py",
         "found.give_memory_back()", "pass",
-        ("hosts/adapters/test_forge_old_resident.py::test_if_all_of_it_cannot_be_loaded_it_is_in_parts_at_once",),
+        (_OLD + "test_what_plans_hold_is_free_before_forge_loads_in_parts",),
     ),
 ]

@@ -42,3 +42,12 @@ def test_weights_with_a_lora_wait(on: Running, lean: list[int]) -> None:  # noqa
         # Forge makes them after the move, each once
         assert on.there < SMALL and on.off > 0.95 * SIZE and right(on)
     assert on.image() < 0.06 and len(lean) == 1 and right(on)
+
+
+@room(1.45)
+def test_what_plans_hold_is_free_before_forge_loads_in_parts(on: Running) -> None:
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away
+    on.lora(a=1.0)
+    with on.without_room_for_all():
+        on.host.generate()
+    assert on.in_parts and on.loaded > forge_old_memory.IN_PARTS * SIZE
