@@ -78,4 +78,9 @@ MUTATIONS = [
         "(found.module in self._whole or self._in_8_bits(model) is found)", "self._in_8_bits(model) is found",
         (_TESTS + "test_a_first_image_without_a_plan",),
     ),
+    Mutation(
+        "memory that a plan keeps while Forge loads its UNet in parts", "hosts/forge/resident_models.py",
+        "found.give_memory_back()", "pass",
+        (_OLD + "test_what_plans_hold_is_free_before_forge_loads_in_parts",),
+    ),
 ]

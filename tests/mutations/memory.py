@@ -124,7 +124,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what a plan's decode needs", "hosts/vae_memory.py",
-        "need(args[0]) if planned is None else planned", "need(args[0])", _PLANNED,
+        "self._need(args[0]) if planned is None else planned", "self._need(args[0])", _PLANNED,
     ),
     Mutation(
         "an image that ends as a plan's need is not known", "hosts/gpu_room.py",
@@ -133,7 +133,7 @@ MUTATIONS = [
     ),
     Mutation(
         "one block for a plan's decode", "hosts/vae_memory.py",
-        "if planned is None and not frees_cached:", "if not frees_cached:", _PLANNED,
+        "if planned is None and not self._frees_cached:", "if not self._frees_cached:", _PLANNED,
     ),
     Mutation(
         "banks that are freed in rounds", "hosts/gpu_room.py",

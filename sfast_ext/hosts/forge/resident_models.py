@@ -157,7 +157,7 @@ class ResidentModels(ResidentUnet):
         model = loaded.model.model
         found = self._accelerator(model)
         if found is None:
-            return original(loaded, kept)
+            return original(loaded, self._next_to_unets(loaded, kept))
         place, usable = place_of(loaded.device), gpu_room.free_bytes() + held(found, model) - self._left_free()
         fits = functools.partial(self._fits, found, loaded.model, place, usable)
         # none at all is what the user asked for
@@ -176,7 +176,7 @@ class ResidentModels(ResidentUnet):
             self._refuse(found)
         was_whole = self._whole.pop(found.module, None) is not None
         if self._end(found):
-            kept = self._as_forge_does(loaded, kept)
+            kept = self._as_forge_does(found, loaded, kept)
         if was_whole:
             # what is in parts finds weights as plans laid them
             guarded(self._report, "memory", found.arena.restore_layout_temporarily)
@@ -208,11 +208,22 @@ class ResidentModels(ResidentUnet):
         resident.in_parts = True
         return True
 
-    def _as_forge_does(self, loaded: Any, kept: float) -> float:
+    def _next_to_unets(self, loaded: Any, kept: float) -> float:
+        """How much of another model is loaded: next to it a UNet of the same image takes what it waits for."""
+        models = [each.model for each in self._call.patchers]
+        unets = [(found, each) for each in models if (found := self._in_8_bits(each)) is not None]
+        waits = sum(max(0, needs(found, each) - held(found, each)) for found, each in unets)
+        free, left = gpu_room.free_bytes() - waits, self._left_free()
+        if kept >= 0 or not waits or free - loaded.exclusive_memory - left >= 0:
+            return kept
+        return float(max(1, self._management.compute_model_gpu_memory_when_using_cpu_swap(free, left)))
+
+    def _as_forge_does(self, found: Accelerator, loaded: Any, kept: float) -> float:
         """How much of a UNet Forge would load that is not on the GPU; it was told of 8-bit weights, and has moved other
         models by that."""
         model = loaded.model.model
         model.to(loaded.model.offload_device)
+        found.give_memory_back()
         torch.cuda.empty_cache()
         if kept == 0:
             return kept

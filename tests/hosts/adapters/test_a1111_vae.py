@@ -97,7 +97,8 @@ def test_what_frees_the_cache_of_a_small_card_is_no_patch(on, monkeypatch):
     monkeypatch.setattr(vae_memory.gpu_room, "is_tight", lambda: True)
     watched = vae_memory.VaeMemory(lambda needed, in_one: None)
     watched.watch([on.vae])
-    assert any(isinstance(h, vae_memory.FreeCached) for m in on.vae.decoder.modules() for h in m._forward_pre_hooks.values())
+    hooks = [hook for m in on.vae.decoder.modules() for hook in m._forward_pre_hooks.values()]
+    assert any(isinstance(hook, vae_memory.FreeCached) for hook in hooks)
     assert [on.image() for _ in range(3)] == ["original", "prepared", "plan"]
     watched.release()
     # another hook there is one

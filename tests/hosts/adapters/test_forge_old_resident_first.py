@@ -21,11 +21,9 @@ IN_MAKE_TEST = (
     neo.test_it_is_switched_on_after_forge_has_loaded_it,
 )
 """Of what Forge Neo's have there as well."""
-OTHERS_TOO = [
-    each
-    for name, each in vars(neo).items()
-    if name.startswith("test_") and each is not neo.test_memory_that_forge_has_pinned_is_found
-]
+NEOS = (neo.test_memory_that_forge_has_pinned_is_found, neo.test_all_of_it_is_there_and_another_program_takes_memory)
+"""The others pin nothing, and take nothing back from a UNet that is there as a whole."""
+OTHERS_TOO = [each for name, each in vars(neo).items() if name.startswith("test_") and each not in NEOS]
 pytestmark = [
     pytest.mark.usefixtures("proportions"),
     pytest.mark.long(*(each.__name__ for each in OTHERS_TOO if each not in IN_MAKE_TEST)),
@@ -44,3 +42,12 @@ def test_weights_with_a_lora_wait(on: Running, lean: list[int]) -> None:  # noqa
         # Forge makes them after the move, each once
         assert on.there < SMALL and on.off > 0.95 * SIZE and right(on)
     assert on.image() < 0.06 and len(lean) == 1 and right(on)
+
+
+@room(1.45)
+def test_what_plans_hold_is_free_before_forge_loads_in_parts(on: Running) -> None:
+    assert on.image() < 0.06 and on.image() < 0.06 and on.away
+    on.lora(a=1.0)
+    with on.without_room_for_all():
+        on.host.generate()
+    assert on.in_parts and on.loaded > forge_old_memory.IN_PARTS * SIZE

@@ -18,6 +18,7 @@ from sfast_ext.eight_bits import RESIDENT
 from sfast_ext.hosts.forge import adapter as forge
 from sfast_ext.reasons import SLOWER
 from sfast_ext.runtime import lean_calls, plan_builder
+from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.weights.resident import Resident
 
@@ -228,21 +229,24 @@ def test_memory_runs_out_in_the_first_step(
     on: Running, lean: list[int], monkeypatch: pytest.MonkeyPatch, room_for_all: bool
 ) -> None:
     on.lora(a=1.0)
-    wanted, conv, whole = on.of(1, a=1.0), on.host.unet.out[2], list[bool]()
-    real, bring = type(conv).forward, Resident.bring_back
+    wanted, whole = on.of(1, a=1.0), list[bool]()
+    run, bring = ModuleContext.run_forward, Resident.bring_back
 
-    def short(layer: Any, x: torch.Tensor) -> torch.Tensor:
-        if layer is conv and not on.in_parts:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return real(layer, x)
+    def out_of_memory(*_: Any, **__: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    def forward(where: ModuleContext, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def short(*args: Any, **kwargs: Any) -> Any:
+            return (original if on.in_parts else out_of_memory)(*args, **kwargs)
+
+        return run(where, short, *args, **kwargs)
 
     def brought_back(resident: Resident) -> int:
         whole.append(room_for_all)
-        if not room_for_all:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return bring(resident)
+        return bring(resident) if room_for_all else out_of_memory()
 
-    monkeypatch.setattr(type(conv), "forward", short)
+    monkeypatch.setattr(ModuleContext, "run_by_layer", out_of_memory)
+    monkeypatch.setattr(ModuleContext, "run_forward", forward)
     monkeypatch.setattr(Resident, "bring_back", brought_back)
     found = shown(on.host.generate().to("cpu"))
     assert relative_error([found], [wanted]) < 1e-2 and on.in_parts

@@ -17,11 +17,9 @@ IN_MAKE_TEST = (
     neo.test_it_is_switched_on_after_forge_has_loaded_it,
 )
 """Of what Forge Neo's have there as well."""
-OTHERS_TOO = [
-    each
-    for name, each in vars(neo).items()
-    if name.startswith("test_") and each is not neo.test_memory_that_forge_has_pinned_is_found
-]
+NEOS = (neo.test_memory_that_forge_has_pinned_is_found, neo.test_all_of_it_is_there_and_another_program_takes_memory)
+"""The others pin nothing, and take nothing back from a UNet that is there as a whole."""
+OTHERS_TOO = [each for name, each in vars(neo).items() if name.startswith("test_") and each not in NEOS]
 pytestmark = [
     pytest.mark.usefixtures("proportions"),
     pytest.mark.long(*(each.__name__ for each in OTHERS_TOO if each not in IN_MAKE_TEST)),
