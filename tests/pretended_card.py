@@ -168,8 +168,8 @@ class Card(TorchDispatchMode):
             ours = wanted.type == "cuda" or self.in_plan
             kwargs = {**kwargs, "device": CPU}
         result = func(*args, **kwargs)
-        # what is set to other memory is where that is
-        if ours and func.overloadpacket is not torch.ops.aten.set_:
+        # while a plan is made, weights in system memory are read as well
+        if ours and not (self.in_plan and func.overloadpacket is torch.ops.aten.set_):
             for x in _tensors(result):
                 storage = x.untyped_storage()
                 if storage._cdata not in known:
