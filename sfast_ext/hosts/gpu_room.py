@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sfast_ext import environment, host_gpu
-from sfast_ext.accelerator import accelerator_of
+from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.plans import graph_pool
 from sfast_ext.report import Report
 from sfast_ext.weights.module_walk import modules_of, parameters_of
@@ -158,6 +158,15 @@ def planned_bytes(module: nn.Module, args: tuple[Any, ...]) -> float | None:
 def encoder_bytes(widths: Sequence[int], image: torch.Tensor) -> float:
     """Bytes that a VAE's encoder needs for its activations; see `decoder_bytes`."""
     return SAFETY_FACTOR * ENCODER_ACTIVATIONS * widths[0] * image[:, 0].numel() * image.element_size() + WORKSPACE
+
+
+def spared(found: Accelerator, module: nn.Module) -> int:
+    """How many bytes less a module takes with its weights in 8 bits. Plans may have those of layers as well that were
+    in the place of others before: they give way."""
+    resident, here = found.arena.resident, {id(p): p for p in parameters_of(module)}
+    banks = [bank for bank in resident.banks if any(id(each.now) in here for each, _ in bank.sources)]
+    aside = {id(each.now) for bank in banks for each, _ in bank.sources} | set(map(id, resident.elsewhere()))
+    return sum(p.nbytes for key, p in here.items() if key in aside) - sum(bank.bytes for bank in banks)
 
 
 def has_room_to_stay(module: nn.Module) -> bool:

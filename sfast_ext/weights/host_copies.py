@@ -121,10 +121,12 @@ _everywhere: weakref.WeakSet[HostCopies] = weakref.WeakSet()
 
 
 def put_back_everywhere(parameters: Iterable[torch.Tensor]) -> None:
-    """Give parameters that are about to leave the GPU their copies in system memory, whoever keeps them."""
+    """Give parameters that are about to leave the GPU their copies in system memory, whoever keeps them. A GPU that is
+    full may have no memory for digests: then they stay without."""
     wanted = set(map(id, parameters))
     for copies in list(_everywhere):
-        copies.put_back_some(wanted)
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            copies.put_back_some(wanted)
 
 
 def sources_of(parameters: Iterable[nn.Parameter]) -> Sources:

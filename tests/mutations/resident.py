@@ -28,6 +28,16 @@ MUTATIONS = [
         (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
     ),
     Mutation(
+        "weights that leave a GPU which has no memory for digests", "weights/host_copies.py",
+        "with contextlib.suppress(torch.cuda.OutOfMemoryError):", "if True:",
+        (_NO_ROOM + "test_weights_leave_again_without_memory_for_digests",),
+    ),
+    Mutation(
+        "what a UNet takes next to plans of layers that were replaced", "hosts/gpu_room.py",
+        "if any(id(each.now) in here for each, _ in bank.sources)", "",
+        ("hosts/adapters/test_forge_resident_first.py::test_layers_are_replaced_on_the_gpu",),
+    ),
+    Mutation(
         "such weights after a late release of the accelerator before", "runtime/left_aside.py",
         "if left is not None and left() is context:", "if left is not None:",
         (_NO_ROOM + "test_a_late_release_takes_nothing_from_a_later_accelerator",),

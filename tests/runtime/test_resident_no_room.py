@@ -19,6 +19,7 @@ from sfast_ext import Config, Hooks, accelerate, accelerator_of, reasons
 from sfast_ext.plans.graph_pool import MB
 from sfast_ext.weights import resident as weights_resident
 from sfast_ext.weights import streamed_by_layer
+from sfast_ext.weights.digest import Digests
 from sfast_ext.weights.weight import WeightsInUse
 
 from .eight_bits import Net, On, changed, net
@@ -202,6 +203,25 @@ def test_a_forward_without_room_next_to_all_weights_reads_them_by_layer(
         assert on.error(48) < 1e-6 and away(on) == 0
     on.acc.new_generation()
     assert [on.error(48) < 0.06 for _ in range(2)] == [True] * 2 and on.plan.resident and on.count("errors") == 0
+
+
+def test_weights_leave_again_without_memory_for_digests(
+    card: Card, on: On, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    card.capacity += MORE
+    assert on.error(32) < 0.06
+    number, forward, asked = len(halves(on.ours)), Crowded(on, monkeypatch), list[int]()
+
+    def full(*_: object) -> list[bool]:
+        asked.append(1)
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Digests, "unchanged", full)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(on.acc._server), "_is_earned", lambda *_: False)
+        assert on.error(48) < 1e-6 and away(on) == number
+    assert asked and not forward.asked and on.count("errors") == 0, on.words()
+    assert on.error(32) < 0.06
 
 
 def test_without_plans_weights_do_not_leave_again(

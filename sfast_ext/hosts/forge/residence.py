@@ -12,6 +12,7 @@ from torch import nn
 
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.eight_bits import RESIDENT
+from sfast_ext.hosts import gpu_room
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def needs(found: Accelerator, model: nn.Module) -> int:
     """
     resident = found.arena.resident
     if resident.banks or resident.device is None:
-        return bytes_of(model) - resident.bytes + sum(bank.bytes for bank in resident.banks)
+        return bytes_of(model) - gpu_room.spared(found, model)
     return about(model, found.expected_aside(resident.device))
 
 

@@ -160,7 +160,7 @@ class WholeUnet:
             # as integers they take half as much
             needed -= self.expected_aside(found, place) // 2
             if resident.banks:
-                needed += sum(bank.bytes for bank in resident.banks) - resident.bytes
+                needed -= gpu_room.spared(found, unet)
             there += banks.held
         missing = needed - there
         most = torch.cuda.mem_get_info(place)[0] + torch.cuda.memory_reserved(place)
