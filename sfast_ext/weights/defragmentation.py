@@ -13,17 +13,18 @@ import torch
 from torch import nn
 
 from sfast_ext.weights.host_copies import move_to_gpu
-from sfast_ext.weights.module_walk import parameters_of
+from sfast_ext.weights.module_walk import modules_of, parameters_in
 from sfast_ext.weights.original_layout import is_plain, live_tensor, memory_of, set_data
 from sfast_ext.weights.staging import to_system_memory
 
 
 def defragment(modules: Iterable[nn.Module]) -> None:
     """Move the parameters of modules that are on the GPU to system memory, and back. No plan may read them, as they
-    get other memory. Those that share memory stay where they are."""
-    held = {id(p): p for module in modules for p in parameters_of(module)}
-    there = [p for p in held.values() if p.is_cuda and is_plain(p)]
-    used = Counter(map(memory_of, there))
+    get other memory. Those that share memory with others, or with a buffer, stay where they are."""
+    inside = {id(each): each for module in modules for each in modules_of(module)}.values()
+    there = [p for p in parameters_in(inside) if p.is_cuda and is_plain(p)]
+    buffers = [b for each in inside for b in each._buffers.values() if b is not None and b.is_cuda and is_plain(b)]
+    used = Counter(map(memory_of, (*there, *{id(b): b for b in buffers}.values())))
     for device in {p.device for p in there}:
         _move([p for p in there if p.device == device and used[memory_of(p)] == 1], device)
 
