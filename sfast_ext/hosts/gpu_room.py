@@ -33,8 +33,8 @@ PLANS_WORKSPACE = 256 << 20
 """Bytes that libraries need while a plan runs, in addition to its values."""
 
 OTHERS_PART = 0.28
-"""What is left to other programs while a VAE runs, as a part of such a card's memory: 2.2 of 8 GB. Torch then holds 5.5 GB
-at most, next to the driver's. With 2.6 GB left an image takes 0.15 s longer: more banks give way."""
+"""What is left to other programs while a VAE runs, as a part of such a card's memory: 2.2 of 8 GB. Torch then holds at
+most 5.5 GB, next to the driver's. With 2.6 GB left an image takes 0.15 s longer: more banks give way."""
 
 GAPS = 1.25
 """A block in which all values of a VAE find a place, as a multiple of what they take: 2.4 GB of 1024x1024 fit into 3.4

@@ -109,8 +109,10 @@ class Asides:
         self._found = {_place(aside.slots): aside for aside in asides}
 
     def of(self, weight: Weight) -> Aside | None:
-        """That of a parameter of the arena. It is a new one if the parameter has other places or another form by now,
-        of which the banks before cannot be made."""
+        """That of a parameter of the arena; none of a table, which no place holds. It is a new one if the parameter has
+        other places or another form by now, of which the banks before cannot be made."""
+        if not weight.slots:
+            return None
         place = _place(weight.slots)
         found = self._found.get(place)
         if found is not None and not _is_of(found, weight):

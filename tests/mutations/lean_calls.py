@@ -184,6 +184,10 @@ MUTATIONS = [
         ("hosts/adapters/test_forge_vae_room.py::test_the_original_leaves_memory_to_other_programs_too",),
     ),
     Mutation(
+        "tables, which have no place in a module", "weights/aside.py", "if not weight.slots:", "if False:",
+        ("runtime/test_resident.py::test_a_table_on_another_device_is_none_of_them",),
+    ),
+    Mutation(
         "weights that leave while another thread reads them", _LEAN,
         "except WeightsInUse:\n pass", "except AssertionError: pass",
         (_FIRST + "test_what_another_thread_uses_stays",),

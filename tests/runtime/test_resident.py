@@ -20,6 +20,7 @@ from sfast_ext.passes import eight_bits as passes_eight_bits
 from sfast_ext.plans.graph_pool import MB, pool_of
 from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.weights import resident as weights_resident
+from sfast_ext.weights import tables
 
 from . import eight_bits
 from .eight_bits import LAYERS, Net, On, changed, net
@@ -365,3 +366,12 @@ def test_a_layer_whose_error_is_too_large_never_leaves(card: Card, monkeypatch: 
     on = started()
     assert len(on.status()["kept"]) == 2 and on.plan.resident and away(on) == len(halves(on.ours)) - 2
     assert not any(id(block.ff_out.weight) in left for block in on.ours.blocks)
+
+
+def test_a_table_on_another_device_is_none_of_them(card: Card) -> None:
+    on, source = started(), tables.table_of(torch.ones(4))
+    assert source is not None
+    table = tables.copied_table(source, GPU)
+    # as a plan of Lumina 2 has it, which reads its table from system memory in each run
+    assert table is not None and table.is_bare and not on.acc.arena.resident.has(table)
+    assert on.acc.arena.read(table) is table.tensor
