@@ -164,7 +164,9 @@ class CallServer:
         """Whether a plan for calls like this has been earned, or need not be."""
         if (config := self._context.config).rare_calls:
             return self._rare.is_due(key, config.rare_gain, config.rare_build_ms)
-        return not self._must_earn() or self._earnings.due(tensors_alone(key.signature))
+        # steps that read weights by layer take some twenty times as long
+        slow = config.eight_bits and self._context.model.crowded
+        return not self._must_earn() or slow or self._earnings.due(tensors_alone(key.signature))
 
     def _must_earn(self) -> bool:
         """Whether it matters if a plan is earned back. What is prepared was asked for."""

@@ -184,6 +184,10 @@ MUTATIONS = [
         ("hosts/adapters/test_forge_vae_room.py::test_the_original_leaves_memory_to_other_programs_too",),
     ),
     Mutation(
+        "steps that read weights by layer", "runtime/call_server.py", "or slow or", "or",
+        (_NO_ROOM + "test_a_step_that_reads_weights_by_layer_earns_the_plan_of_its_size",),
+    ),
+    Mutation(
         "tables, which have no place in a module", "weights/aside.py", "if not weight.slots:", "if False:",
         ("runtime/test_resident.py::test_a_table_on_another_device_is_none_of_them",),
     ),

@@ -344,6 +344,25 @@ def test_with_plans_a_forward_reads_weights_by_layer_first(
     assert not asked and on.count("errors") == 0, on.words()
 
 
+def test_a_step_that_reads_weights_by_layer_earns_the_plan_of_its_size(
+    card: Card, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    on = hosted(card, lambda: False)
+    on.acc.configure(replace(on.acc.config, earned=True))
+    monkeypatch.setattr(on.acc._server._earnings, "due", lambda kind: False)
+    on.acc.new_generation()
+    assert on.error(32) < 1e-6 and len(on.acc.plans) == 1 and away(on) == len(halves(on.ours))
+    for _ in range(3):
+        assert on.error(32) < 0.06
+    assert len(on.acc.plans) == 2 and on.plan.resident and on.count("weights_brought_back") == 0
+    # there is room for the weights of another size
+    card.capacity += MORE
+    on.acc.new_generation()
+    for _ in range(3):
+        assert on.error(64) < 1e-6
+    assert len(on.acc.plans) == 2 and on.count("errors") == 0, on.words()
+
+
 class Odd(Net):
     """Takes its input out of a list, and fails in one way or another if weights are in system memory."""
 
