@@ -3,6 +3,7 @@ is their references."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
 from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm
 from sfast_ext.passes.eight_bits import KERNELS
 from sfast_ext.passes.eight_bits_conv_match import CONV_KERNELS
-from sfast_ext.runtime import plan_builder, verify
+from sfast_ext.runtime import lean_calls, plan_builder, verify
 from sfast_ext.weights import digest
 from sfast_ext.weights import resident as weights_resident
 
@@ -77,3 +78,20 @@ def without_memory(patch: pytest.MonkeyPatch, card: Any) -> None:
             card.capacity, card.peak = before
 
     patch.setattr(quantise_weights.launch, "function", launch)
+
+
+def lean_calls_of(patch: pytest.MonkeyPatch, away: Callable[[], int]) -> list[int]:
+    """How many weights are in system memory in each call that leaves them there.
+
+    Args:
+        away: counts them.
+    """
+    calls: list[int] = []
+    real = lean_calls.run
+
+    def counted(*given: Any) -> Any:
+        calls.append(away())
+        return real(*given)
+
+    patch.setattr(lean_calls, "run", counted)
+    return calls

@@ -187,38 +187,26 @@ class ModuleContext:
 
     def run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward that reads the module's parameters, and is no plan."""
-        resident, model = self.arena.resident, self.model
+        resident = self.arena.resident
         if not resident or resident.is_streamed:
             with self.arena.order.host():
                 return forward(*args, **kwargs)
         containers, numbers = Containers(args, kwargs), RandomNumbers(self.device())
         for last in (False, False, True):
-            by_layer, short = model.crowded and resident.out(self.device()), False
+            by_layer = self._must_read_by_layer(last)
+            if by_layer is None:
+                continue
             try:
                 if not by_layer:
-                    self.bring_back()
-            except WeightsInUse:
-                # the host knows no such error
-                if last:
-                    raise
-                continue
-            except torch.cuda.OutOfMemoryError:
-                by_layer = short = True
-            # after the handler: the exception keeps what had come
-            if short and not last and self.make_way(for_weights=True):
-                continue
-            try:
-                if by_layer:
-                    result = self._run_without_room(forward, args, kwargs)
-                    # the forward may have moved it to the device of a weight
-                    if last or all(x.device == resident.device for x in tensors(result)) or not self.make_way():
-                        return result
-                else:
                     with self.arena.order.host():
                         # another thread may have set them aside again
                         if last or not resident.out(self.device()):
                             return forward(*args, **kwargs)
                     continue
+                result = self._run_without_room(forward, args, kwargs)
+                # the forward may have moved it to the device of a weight
+                if last or all(x.device == resident.device for x in tensors(result)) or not self.make_way():
+                    return result
             except Exception as exc:
                 if is_theirs(exc):
                     raise
@@ -227,10 +215,35 @@ class ModuleContext:
                 if not by_layer or last or not self.make_way():
                     raise
             # after the handler: the exception keeps what the failed run had allocated
-            model.crowded = False
+            self.model.crowded = False
             numbers.put_back()
             containers.put_back()
         raise AssertionError
+
+    def _must_read_by_layer(self, last: bool) -> bool | None:
+        """Whether a forward is to read weights by layer, as the GPU has no room for all of them; else they have come.
+        None: ask again, as another thread uses them, or there may be room now.
+
+        Args:
+            last: whether it is not asked again.
+
+        Raises:
+            WeightsInUse: the last time.
+        """
+        if self.model.crowded and self.arena.resident.out(self.device()):
+            return True
+        try:
+            self.bring_back()
+            return False
+        except WeightsInUse:
+            # the host knows no such error
+            if last:
+                raise
+            return None
+        except torch.cuda.OutOfMemoryError:
+            pass
+        # after the handler: the exception keeps what had come
+        return None if not last and self.make_way(for_weights=True) else True
 
     def run_streamed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`run_forward`, while weights that were set aside stay in system memory. Raises whatever an operation raises

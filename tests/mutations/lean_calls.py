@@ -56,7 +56,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what is known of it in a generation", "runtime/model_state.py",
-        "by_layer, short = model.crowded and resident.out(self.device()), False", "by_layer = short = False",
+        "if self.model.crowded and self.arena.resident.out(self.device()):", "if False:",
         (_NO_ROOM + "test_a_forward_without_room_next_to_all_weights_reads_them_by_layer",),
     ),
     Mutation(

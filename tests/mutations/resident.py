@@ -19,7 +19,8 @@ _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 MUTATIONS = [
     Mutation(
         "forwards that find weights in system memory and no room on the GPU", "runtime/model_state.py",
-        "by_layer = short = True", "raise",
+        "except torch.cuda.OutOfMemoryError:\n pass\n # after the handler: the exception keeps what had come",
+        "except AssertionError: pass",
         (_NO_ROOM + "test_calls_are_right_until_there_is_room",),
     ),
     Mutation(
@@ -97,7 +98,7 @@ MUTATIONS = [
     ),
     Mutation(
         "hosts that give way before weights are read from system memory", "runtime/model_state.py",
-        "if short and not last and self.make_way(for_weights=True):", "if False:",
+        "return None if not last and self.make_way(for_weights=True) else True", "return True",
         (_NO_ROOM + "test_without_plans_a_host_gives_way_first",),
     ),
     Mutation(

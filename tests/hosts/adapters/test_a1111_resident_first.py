@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import eight_bit_kernels
 import pytest
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from hosts.adapters.test_a1111_resident import MEDVRAM, NONE, SIZE, Running, net, on  # noqa: F401
 from sfast_ext.hosts.a1111 import memory
-from sfast_ext.runtime import lean_calls
 from sfast_ext.weights import expected, resident
 
 pytestmark = pytest.mark.usefixtures("proportions")
@@ -23,14 +23,7 @@ def least(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("on", [(MEDVRAM, 1.9)], indirect=True)
 def test_the_first_image(on: Running, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    calls: list[int] = []
-    real = lean_calls.run
-
-    def counted(*given: Any) -> Any:
-        calls.append(on.away)
-        return real(*given)
-
-    monkeypatch.setattr(lean_calls, "run", counted)
+    calls = eight_bit_kernels.lean_calls_of(monkeypatch, lambda: on.away)
     assert on.image() < 0.06
     assert len(calls) == 1 and calls[0] > 5 and on.counter("weights_brought_back") == 0
     for networks in ((), (net("a", 0.5),), (net("a", 0.5),), ()):

@@ -13,22 +13,14 @@ from hosts.adapters.test_forge_resident_first import lean, told  # noqa: F401
 from hosts.standins import forge_old_memory
 from sfast_ext.hosts.forge import adapter as forge
 
-IN_MAKE_TEST = (
+TESTS, pytestmark = neo.for_others(
     neo.test_its_weights_wait_for_the_first_plan,
     neo.test_with_a_lora_at_once,
     neo.test_a_first_image_without_a_plan,
     neo.test_memory_runs_out_in_the_first_step,
     neo.test_it_is_switched_on_after_forge_has_loaded_it,
 )
-"""Of what Forge Neo's have there as well."""
-NEOS = (neo.test_memory_that_forge_has_pinned_is_found, neo.test_all_of_it_is_there_and_another_program_takes_memory)
-"""The others pin nothing, and take nothing back from a UNet that is there as a whole."""
-OTHERS_TOO = [each for name, each in vars(neo).items() if name.startswith("test_") and each not in NEOS]
-pytestmark = [
-    pytest.mark.usefixtures("proportions"),
-    pytest.mark.long(*(each.__name__ for each in OTHERS_TOO if each not in IN_MAKE_TEST)),
-]
-globals().update({test.__name__: test for test in OTHERS_TOO})
+globals().update(TESTS)
 
 
 on = card_with(forge_old_memory, forge.OldSession)

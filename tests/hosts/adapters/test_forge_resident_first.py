@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import eight_bit_kernels
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from sfast_ext.eight_bits import RESIDENT
 from sfast_ext.hosts.forge import adapter as forge
 from sfast_ext.hosts.forge.residence import needs
 from sfast_ext.reasons import SLOWER
-from sfast_ext.runtime import lean_calls, plan_builder
+from sfast_ext.runtime import plan_builder
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.weights.resident import Resident
@@ -34,15 +35,7 @@ on = card_with(forge_neo_memory, forge.ForgeSession)
 @pytest.fixture
 def lean(on: Running, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many weights were in system memory in each call that left them there."""
-    calls: list[int] = []
-    real = lean_calls.run
-
-    def counted(*given: Any) -> Any:
-        calls.append(on.away)
-        return real(*given)
-
-    monkeypatch.setattr(lean_calls, "run", counted)
-    return calls
+    return eight_bit_kernels.lean_calls_of(monkeypatch, lambda: on.away)
 
 
 @pytest.fixture
@@ -429,3 +422,16 @@ def test_memory_that_forge_has_pinned_is_found(on: Running, monkeypatch: pytest.
         assert on.image() < 1e-2 and on.in_parts and pinned
     on.card.outside = 0
     assert on.image() < 0.06 and not on.in_parts and on.away and not pinned
+
+
+def for_others(*in_make_test: Callable[..., None]) -> tuple[dict[str, Callable[..., None]], list[pytest.MarkDecorator]]:
+    """The tests that hold for other Forges as well, by name, and their marks. The others pin nothing, and take nothing
+    back from a UNet that is there as a whole.
+
+    Args:
+        in_make_test: those that are not long there.
+    """
+    alone = (test_memory_that_forge_has_pinned_is_found, test_all_of_it_is_there_and_another_program_takes_memory)
+    found = {name: each for name, each in globals().items() if name.startswith("test_") and each not in alone}
+    long = (name for name, each in found.items() if each not in in_make_test)
+    return found, [pytest.mark.usefixtures("proportions"), pytest.mark.long(*long)]
