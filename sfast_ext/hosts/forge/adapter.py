@@ -127,7 +127,7 @@ class ForgeSession(WebUISession):
 
     def _attach(self, unet: nn.Module) -> None:
         config, model = self.config(), self.model()
-        if config.enabled and unet_of(model) is unet and self._model_bypass_reason(model) is None:
+        if config.enabled and config.eight_bits and unet_of(model) is unet and self._model_bypass_reason(model) is None:
             self._resident.before(config, unet)
             self._unets.follow(unet, config)
 

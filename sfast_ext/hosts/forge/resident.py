@@ -65,7 +65,7 @@ class ResidentUnet:
         unets: has their accelerators.
         config: gives the settings that hold now.
         unrestored: within, `state_dict()` of a model leaves its weights where they are.
-        attach: gives a UNet its accelerator, if it is the one that makes the steps and the extension is on.
+        attach: gives a UNet its accelerator, if it is the one that makes the steps and *8 bits* are on.
 
     Attributes:
         changes: how often a UNet took another form while an image was made.
