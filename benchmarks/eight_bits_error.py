@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from benchmarks import records
 from sfast_ext.kernels.eight_bits import linear8, quantise_rows
-from sfast_ext.passes.eight_bits_selection import GROUPS, Errors, Selection, errors_of, hadamard
+from sfast_ext.passes.eight_bits_selection import GROUPS, Errors, Selection, errors_of, hadamard, relative
 from sfast_ext.tools.lib import models
 
 OURS, HALF = "this extension", "float16"
@@ -114,7 +114,7 @@ def ours(module: nn.Module, run: Callable[[nn.Module], Tensor]) -> str:
 
         def seen(at: nn.Linear, given: Any, name: str = name, group: int = group) -> None:
             turn = hadamard(group, given[0].device) if group else None
-            plain, rotated = errors_of(given[0], at.weight, turn).tolist()
+            plain, rotated = relative(errors_of(given[0], at.weight, turn).tolist())
             errors[name] = Errors(plain, rotated, group)
 
         handles.append(layer.register_forward_pre_hook(seen))

@@ -34,7 +34,7 @@ from sfast_ext.kernels.eight_bits import quantise_rows
 from sfast_ext.passes import eight_bits_selection
 from sfast_ext.plans import plan
 from sfast_ext.runtime import lean_calls, plan_builder, plan_cache, plan_maker
-from sfast_ext.weights import host_order, staging
+from sfast_ext.weights import host_order, pinned_buffers
 from sfast_ext.weights.staging import Staging
 
 GPU = torch.device("cuda", 0)
@@ -433,7 +433,8 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     # torch built for CUDA asks the driver
     patch.setattr(Operands, "reads_shared_heads", lambda operands: False)
     patch.setattr(Staging.__init__, "__defaults__", (BUFFER_BYTES,))
-    patch.setattr(staging, "_buffer", lambda size: torch.full((size,), 0xAA, dtype=torch.uint8))
+    patch.setattr(pinned_buffers, "_buffer", lambda size: torch.full((size,), 0xAA, dtype=torch.uint8))
+    patch.setattr(pinned_buffers, "_spare", [])
     # with such a card these are torch's own
     spaces = surroundings._SPACES.items()
     stock = {home: {name: space[name] for name in names & space.keys()} for home, (space, names) in spaces}

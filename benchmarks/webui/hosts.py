@@ -44,6 +44,9 @@ class Host(Protocol):
     def start(self, way: str, number: int, flags: str) -> Any:
         """A `WebUI`; no other has this way and number."""
 
+    def data_of(self, way: str, number: int) -> Path:
+        """The folder with the extensions of that `WebUI`."""
+
     def ready(self, webui: Any) -> None:
         """Wait until it can make images."""
 
@@ -114,6 +117,10 @@ class A1111:
         """See `Host`."""
         return self.started(f"{way}-{number}", {**self.settings, **WAYS[way], **disabled(way)}, flags)
 
+    def data_of(self, way: str, number: int) -> Path:
+        """See `Host`."""
+        return self.data
+
     def started(self, name: str, settings: dict[str, Any], flags: str) -> Any:
         """A `WebUI` with these settings."""
         from tests.hosts.live import a1111
@@ -158,7 +165,7 @@ class SDNext:
         """See `Host`."""
         from tests.hosts.live import webui
 
-        data = self.folder / f"{way}-{number}"
+        data = self.data_of(way, number)
         data.mkdir()
         (data / "models").symlink_to(self.models, target_is_directory=True)
         webui.add_extension(data, "sfast-probe", PROBE.read_text(encoding="utf-8"))
@@ -168,6 +175,10 @@ class SDNext:
         return self.module.start(
             data, settings, extension=extension, flags=flags, device=self.device, common={}, packages=self.packages
         )
+
+    def data_of(self, way: str, number: int) -> Path:
+        """See `Host`."""
+        return self.folder / f"{way}-{number}"
 
     def ready(self, webui: Any) -> None:
         """See `Host`."""

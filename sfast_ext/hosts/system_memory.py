@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
+
+from sfast_ext import freed_memory
+from sfast_ext.weights import pinned_buffers
 
 RESERVE = 4 << 30
 """Bytes of system memory left free for what the host loads while a model is on the GPU."""
@@ -47,24 +47,12 @@ def has_room_for(size: int) -> bool:
 
 
 def trim() -> None:
-    """Have the C library give memory that was freed back to the system. glibc keeps what lies between blocks in use,
-    also where large tensors were, once some had been freed before. Takes 0.25 s for a GB, and 0.05 s if there is
-    little: call it after much was freed that is not made again soon. Raises nothing."""
-    found = _malloc_trim()
-    if found is not None:
-        found(0)
-
-
-@functools.lru_cache(maxsize=1)
-def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's function; None with another C library."""
-    if not sys.platform.startswith("linux"):
-        return None
-    with contextlib.suppress(OSError, AttributeError):
-        function = ctypes.CDLL(None).malloc_trim
-        function.argtypes, function.restype = (ctypes.c_size_t,), ctypes.c_int
-        return function  # type: ignore[no-any-return]
-    return None
+    """Give memory that was freed back to the system: what torch keeps of pinned memory, and what the C library keeps.
+    See `freed_memory` for how long it takes: call it after much was freed that is not made again soon. Raises
+    nothing."""
+    with contextlib.suppress(RuntimeError):
+        pinned_buffers.free()
+    freed_memory.give_back()
 
 
 def _container_bytes(limit: str, usage: str, statistics: str, cached: str) -> int:

@@ -1,8 +1,8 @@
 """Which layers are computed with 8-bit integers, by the error of each on the inputs of a call.
 
 The error of a layer is the relative L2 distance of its product, of a sample of its rows, from that of the same values
-not quantised, in float32. Rows are quantised each by itself, so the error of a sample is that of all: of 256 rows it is
-known to a few per cent. The first row of an image is always among them.
+not quantised, in float32. Rows are quantised each by itself, so the error of a sample is that of all: of 128 to 256
+rows it is known to a few per cent. The first row of an image is always among them.
 
 The image that a convolution reads has one factor, so its error is of pixels of all images, quantised like the whole.
 
@@ -46,7 +46,7 @@ TIGHTENED = 0.1, 0.5
 MARGINS = (0.95, 0.75)
 """What the error is to be after it, of what it may be: layers do not add alike to it. The second time it must do."""
 SAMPLE = 256
-"""Rows of a layer that are measured."""
+"""Rows of a layer that are measured at most."""
 QUERIES, SCORES = 64, 2**23
 """Queries of a head that are measured, and scores of all of them at most, if there are not more keys: 32 MB."""
 OUTPUTS = 1024
@@ -183,7 +183,8 @@ def measured(
     """The errors of layers on the inputs of the graph. Waits for the device once.
 
     The graph runs once, operation by operation and up to the last of the layers, with PyTorch's operations in the
-    place of kernels, which are not compiled yet.
+    place of kernels, which are not compiled yet. Samples are views, and a GPU computes nothing that the CPU can: each
+    further operation of PyTorch loads kernels, which take 15 to 50 MB of system memory for as long as the process runs.
 
     Args:
         read: gives the values of a weight, for as long as they are held.
@@ -221,83 +222,108 @@ def measured(
 
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         run(gm, inputs, seen, read)
-    values = torch.stack(found).tolist() if found else []
-    told = zip(names, values, strict=True)
-    return {name: Errors(pair[0], pair[1], group, work) for (name, group, work), pair in told}
+    squares = torch.stack(found).tolist() if found else []
+    told = zip(names, map(relative, squares), strict=True)
+    return {name: Errors(plain, rotated, group, work) for (name, group, work), (plain, rotated) in told}
 
 
 def errors_of(x: Tensor, weight: Tensor, turn: Tensor | None) -> Tensor:
-    """[error, error with a rotation] of the product of x (..., K) and weight (N, K). `turn` is the matrix by which
-    groups of neighbours are rotated; None: there is none."""
-    rows = x.reshape(-1, x.shape[-1])
-    count = min(SAMPLE, len(rows))
-    sample = rows[torch.arange(count, device=x.device) * len(rows) // count].float()
+    """What `relative` takes, of the product of x (..., K) and weight (N, K). `turn` is the matrix by which groups of
+    neighbours are rotated; None: there is none."""
+    images = x.flatten(1, -2) if x.dim() > 2 else x.reshape(-1, 1, x.shape[-1])
+    sample = images[:, :: every(images.shape[1], SAMPLE // len(images))].flatten(0, 1)
+    sample = sample[:: every(len(sample), SAMPLE)].float()
     # output rows too are quantised each by itself
     wide = weight[:: max(1, len(weight) // OUTPUTS)].float()
     exact = F.linear(sample, wide)
-    plain = distance(F.linear(rounded(sample), rounded(wide)), exact)
+    plain = F.linear(rounded(sample), rounded(wide))
     if turn is None:
-        return torch.stack([plain, plain])
+        return squares(exact, plain, plain)
     sample, wide = ((t.unflatten(-1, (-1, len(turn))) @ turn).flatten(-2) for t in (sample, wide))
-    return torch.stack([plain, distance(F.linear(rounded(sample), rounded(wide)), exact)])
+    return squares(exact, plain, F.linear(rounded(sample), rounded(wide)))
 
 
 def errors_of_convolution(x: Tensor, weight: Tensor, stride: int, silu: bool) -> Tensor:
-    """[error, error] of a 3x3 convolution of x (N, C, H, W), a result of SiLU or not, with weight (K, C, 3, 3) and
-    padding 1; of a sample of pixels and of output channels, whose weights in float32 would take 100 MB."""
+    """What `relative` takes, of a 3x3 convolution of x (N, C, H, W), a result of SiLU or not, with weight (K, C, 3, 3)
+    and padding 1; of a grid of pixels, and of output channels, whose weights in float32 would take 100 MB."""
     images, _, height, width = x.shape
     scale = x.abs().flatten(1).amax(1).float() / 127
     if silu:
         scale = (x.flatten(1).amax(1).float() + group_norm8.LEAST_SILU) / group_norm8.CODES
-    down, across = -(-height // stride), -(-width // stride)
-    count, total = min(SAMPLE, images * down * across), images * down * across
-    at = torch.arange(count, device=x.device) * total // count
-    image, row, column = at // (down * across), at // across % down * stride, at % across * stride
+    outputs = -(-height // stride), -(-width // stride)
+    steps = grid(outputs[0], outputs[1], SAMPLE // images)
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
-    taps = [padded[image, row + i, column + j] for i in range(3) for j in range(3)]
-    sample = torch.cat(taps, 1).float()
-    some = min(SAMPLE, len(weight))
-    columns = torch.arange(some, device=x.device) * len(weight) // some
-    wide = weight[columns].permute(0, 2, 3, 1).flatten(1).float()
+
+    def tap(*at: int) -> Tensor:
+        # from the middle of the first step on, so that the border is no more of the grid than of the image
+        down, across = (
+            slice(min(step, count) // 2 * stride + place, (count - 1) * stride + place + 1, step * stride)
+            for place, step, count in zip(at, steps, outputs)
+        )
+        return padded[:, down, across]
+
+    sample = torch.cat([tap(i, j) for i in range(3) for j in range(3)], -1).float()
+    wide = weight[:: every(len(weight), SAMPLE)].permute(0, 2, 3, 1).flatten(1).float()
     exact = F.linear(sample, wide)
-    error = distance(F.linear(rounded(sample, scale[image, None]), rounded(wide)), exact)
-    return torch.stack([error, error])
+    made = F.linear(rounded(sample, scale[:, None, None, None]), rounded(wide))
+    return squares(exact, made, made)
 
 
 def errors_of_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """[error, error] of the result of an attention: q (B, H, L, D), k (B, H, S, D), v (B, H, S, E); of a sample of its
-    queries."""
-    count = min(QUERIES, q.shape[2], max(1, SCORES // k[..., 0].numel()))
-    sample = q[:, :, torch.arange(count, device=q.device) * q.shape[2] // count].float()
-    codes, factors = mma_attention8.quantised_keys(k)
-    values = v.float()
+    """What `relative` takes, of the result of an attention: q (B, H, L, D), k (B, H, S, D), v (B, H, S, E); of a sample
+    of its queries."""
+    sample = q[:, :, :: every(q.shape[2], min(QUERIES, SCORES // k[..., 0].numel()))].float()
+    keys, values = k.float(), v.float()
 
     def attended(queries: Tensor, keys: Tensor) -> Tensor:
         scores = queries @ keys.mT * (q.shape[3] ** -0.5 if scale is None else scale)
         return scores.softmax(-1) @ values
 
     # the second keys are without a vector that the first ones have: softmax is the same
-    error = distance(attended(rounded(sample), codes.float() * factors[..., None]), attended(sample, k.float()))
-    return torch.stack([error, error])
+    made = attended(rounded(sample), rounded(keys - mma_attention8.mean(keys)))
+    return squares(attended(sample, keys), made, made)
 
 
-def distance(y: Tensor, exact: Tensor) -> Tensor:
-    """The relative L2 distance; the absolute one from zeros."""
-    norm = torch.linalg.vector_norm(exact)
-    away = torch.linalg.vector_norm(y - exact)
-    return torch.where(norm == 0, away, away / norm)
+def every(count: int, most: int) -> int:
+    """The step in which at most so many, and at least one, of a number of rows are taken."""
+    return -(-count // max(1, most))
+
+
+def grid(down: int, across: int, most: int) -> tuple[int, int]:
+    """`every` for an image: the steps in which so many pixels are taken, about as long as each other."""
+    one, other = 1, 1
+    while -(-down // one) * -(-across // other) > max(1, most):
+        if one <= other:
+            one += 1
+        else:
+            other += 1
+    return one, other
+
+
+def squares(exact: Tensor, plain: Tensor, rotated: Tensor) -> Tensor:
+    """(3,): the squared L2 norm of what is exact, and the squared distances of two others from it."""
+    found = [each.flatten() for each in (exact, plain - exact, rotated - exact)]
+    # a product of the library whose products are computed anyway: a norm would load other kernels
+    return torch.stack([torch.dot(each, each) for each in found])
+
+
+def relative(squares: Sequence[float]) -> tuple[float, float]:
+    """The relative L2 distances without and with a rotation, of `squares`; the absolute ones from zeros."""
+    norm, *away = map(math.sqrt, squares)
+    plain, rotated = (each / norm if norm else each for each in away)
+    return plain, rotated
 
 
 def rounded(rows: Tensor, scale: Tensor | None = None) -> Tensor:
     """What rows are once they are quantised; NaN for a row that holds a value that is not finite.
 
     Args:
-        scale: that of what a row belongs to, by default its own.
+        scale: that of what a row belongs to, which broadcasts to `rows`; by default its own.
     """
     if scale is None:
-        q, scale = quantise_rows.reference(rows)
-        return q * scale[..., None]
-    scale = torch.where(scale == 0, 1.0, scale)
+        scale = rows.abs().amax(-1, keepdim=True) / quantise_rows.LARGEST
+    # a row of zeros has no scale
+    scale = scale + quantise_rows.SMALLEST
     return (rows / scale).round().mul_(scale)
 
 

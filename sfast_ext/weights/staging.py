@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sfast_ext.weights import pinned_buffers
 from sfast_ext.weights.original_layout import live_tensor
 
 BUFFER_BYTES = 32 << 20
@@ -40,7 +41,7 @@ class Event(Protocol):
 
 
 class Staging:
-    """Two pinned buffers, allocated when they are first needed. The function to copy with is that of a `with` block:
+    """Two pinned buffers, taken when they are first needed. The function to copy with is that of a `with` block:
 
         with Staging() as copy:
             copy(there, source)
@@ -60,6 +61,7 @@ class Staging:
         self._pieces: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # target, place in the buffer, source
         self._pool: ThreadPoolExecutor | None = None
         self._helpers = 0
+        self._device: torch.device | None = None  # what was copied to
 
     def __enter__(self) -> Copy:
         return self.copy
@@ -68,10 +70,20 @@ class Staging:
         try:
             if kind is None:
                 self._send()
+                self._give_back()
         finally:
             self._pieces.clear()
             if self._pool is not None:
                 self._pool.shutdown()
+
+    def _give_back(self) -> None:
+        """The next copies may take the buffers. After an exception it is not known what still reads them."""
+        if self._buffers:
+            (first, arrival), (second, _) = self._buffers
+            if self._device is not None:
+                arrival.record(self._stream(self._device))
+            pinned_buffers.give_back((first, second), arrival if self._device is not None else None)
+            self._buffers = None
 
     def deliver(self, device: torch.device) -> None:
         """What was copied is complete, in the order of the device's stream, before the end of the `with` block."""
@@ -96,7 +108,7 @@ class Staging:
         if self._buffers is None:
             self._buffers = []
             threads = _threads()
-            buffers = _two_buffers(self._size) if threads else None
+            buffers = pinned_buffers.take(self._size) if threads else None
             if buffers is not None:
                 self._helpers = threads - 1
                 self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="sfast: weights")
@@ -126,6 +138,7 @@ class Staging:
         """Fill the first buffer with what was staged, and copy it to the GPU."""
         if self._pieces:
             assert self._pool is not None
+            self._device = self._pieces[0][0].device
             # each thread takes what is next until nothing is left: few wake-ups, and none waits for a slow one's share
             _share(self._pool, self._helpers, [(filled.numpy(), source.numpy()) for _, filled, source in self._pieces])
             for to, filled, _ in self._pieces:
@@ -147,21 +160,6 @@ def _threads() -> int:
     """How many copy; none if the driver is faster."""
     threads = min(torch.get_num_threads(), _MAX_THREADS)
     return threads if threads >= _MIN_THREADS else 0
-
-
-def _buffer(size: int) -> torch.Tensor:
-    # torch keeps its memory until the last copy from it is done
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-
-def _two_buffers(size: int) -> list[torch.Tensor] | None:
-    """Two buffers of pinned memory. None if no more can be pinned, or if torch was built for another NumPy."""
-    try:
-        buffers = [_buffer(size) for _ in range(2)]
-        buffers[0].numpy()
-        return buffers
-    except RuntimeError:
-        return None
 
 
 _Copy = tuple[Any, Any]
@@ -201,7 +199,7 @@ def to_system_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     threads = _threads()
     one_gpu = len({t.device for t in tensors}) == 1 and tensors[0].is_cuda
     worth = threads and one_gpu and sum(t.nbytes for t in tensors) >= BUFFER_BYTES
-    buffers = _two_buffers(BUFFER_BYTES) if worth else None
+    buffers = pinned_buffers.take(BUFFER_BYTES) if worth else None
     if buffers is None:
         return [tensor.to("cpu") for tensor in tensors]
     stream = torch.cuda.current_stream(tensors[0].device)
@@ -211,7 +209,9 @@ def to_system_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         event.record(stream)
         return event
 
-    return _through(buffers, tensors, threads, mark)
+    made = _through(buffers, tensors, threads, mark)
+    pinned_buffers.give_back(buffers)
+    return made
 
 
 def _through(

@@ -105,7 +105,7 @@ MUTATIONS = [
     Mutation("a sum that is scaled", _CONV, "or scale != 1.0", "", _BEHIND),
     Mutation(
         "the image's own scale in the error of a convolution", "passes/eight_bits_selection.py",
-        "rounded(sample, scale[image, None])", "rounded(sample)",
+        "rounded(sample, scale[:, None, None, None])", "rounded(sample)",
         (_PASS + "test_the_error_of_a_layer_is_that_of_its_convolution",),
     ),
 ]  # fmt: skip

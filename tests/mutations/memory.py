@@ -159,4 +159,54 @@ MUTATIONS = [
         "if config.rare_calls and environment.is_small_card(device) else ()", "if config.rare_calls else ()",
         ("plans/test_rare_calls.py::test_on_a_small_card_a_plan_gives_cached_memory_back",),
     ),
+    Mutation(
+        "what a compiler's thread has freed", "kernels/backend/precompile.py",
+        "        # the compiler's, for which the threads would keep tens of MB each\n"
+        "        freed_memory.give_back_of_thread()\n",
+        "        pass\n",
+        ("kernels/backend/test_precompile.py::test_each_thread_gives_back_what_the_compiler_has_freed",),
+    ),
+    Mutation(
+        "the end of a thread's heap", "freed_memory.py", "library.madvise(first", "bool(first",
+        ("test_freed_memory.py::test_the_end_of_a_thread_s_heap",),
+    ),
+    Mutation(
+        "pinned buffers that the next copy takes", "weights/pinned_buffers.py",
+        "_spare[:] = [(buffers, arrival)]", "pass",
+        ("weights/test_pinned_buffers.py::test_one_copy_after_another_takes_the_same_two",),
+    ),
+    Mutation(
+        "what is on its way from pinned buffers", "weights/pinned_buffers.py",
+        "                arrival.synchronize()\n", "                pass\n",
+        ("weights/test_pinned_buffers.py::test_what_is_copied_from_them_is_waited_for",),
+    ),
+    Mutation(
+        "the last copy from pinned buffers", "weights/staging.py",
+        "                arrival.record(self._stream(self._device))\n", "                pass\n",
+        ("weights/test_staging.py::test_copies_are_exact",),
+    ),
+    Mutation(
+        "pinned memory that torch keeps", "weights/pinned_buffers.py", "                empty()\n", "",
+        ("weights/test_pinned_buffers.py::test_free_has_torch_give_its_pinned_memory_back",),
+    ),
+    Mutation(
+        "copies of what SD.Next unloads", "hosts/sdnext/adapter.py",
+        "        self.guarded(self._offload.sweep)\n", "",
+        ("hosts/adapters/test_sdnext_memory.py::test_unloading_frees_copies_in_system_memory",),
+    ),
+    Mutation(
+        "operations that load further kernels to measure layers", "passes/eight_bits_selection.py",
+        "torch.dot(each, each) for each in found", "torch.linalg.vector_norm(each) ** 2 for each in found",
+        ("passes/test_eight_bits_errors.py::test_few_operations_measure",),
+    ),
+    Mutation(
+        "the first row of each image in the error of a layer", "passes/eight_bits_selection.py",
+        "every(images.shape[1], SAMPLE // len(images))", "every(images.shape[1], SAMPLE)",
+        ("passes/test_eight_bits_errors.py::test_the_first_row_of_each_image_is_measured",),
+    ),
+    Mutation(
+        "where the pixels of a sample begin", "passes/eight_bits_selection.py",
+        "slice(min(step, count) // 2 * stride + place,", "slice(step // 2 * stride + place,",
+        ("passes/test_eight_bits_errors.py::test_pixels_of_a_convolution_are_those_of_the_image",),
+    ),
 ]  # fmt: skip

@@ -287,7 +287,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the last buffer is sent", "weights/staging.py",
-        "            if kind is None:\n                self._send()\n", "            pass\n",
+        "            if kind is None:\n                self._send()\n                self._give_back()\n",
+        "            pass\n",
         ("weights/test_vacancy.py::test_weights_are_fetched_without_a_second_copy",),
     ),
     Mutation(

@@ -12,7 +12,7 @@ from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.config import Config
-from sfast_ext.hosts import gpu_room, per_request, reasons, starting, startup_objects, vae, webui_probes
+from sfast_ext.hosts import gpu_room, per_request, reasons, starting, startup_objects, system_memory, vae, webui_probes
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined
@@ -275,7 +275,11 @@ class SDNextSession(Session):
             for rare in (self._vaes, self._texts):
                 self.guarded(rare.suspend if self._reloading else rare.release)
             self._ip_adapters.clear()
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        self.guarded(self._offload.sweep)
+        if not self._reloading:
+            system_memory.trim()
+        return result
 
 
 def _pipeline() -> Any:

@@ -74,6 +74,11 @@ class Offload:
             return
         self._notice_out_of_memory()
         self._vaes.watch(vaes)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Free what is kept in system memory of modules that have left the GPU in another way: models that are unloaded
+        lose their values."""
         self._moves.sweep()
 
     def _move_to_cpu(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

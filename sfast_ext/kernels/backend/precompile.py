@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from sfast_ext import host_gpu
+from sfast_ext import freed_memory, host_gpu
 from sfast_ext.kernels.backend import health, nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.backend.size_prediction import Call, Launch, Size
 from sfast_ext.report import advance
@@ -173,6 +173,7 @@ def _compile_to_cache(launch: Launch, device: torch.device) -> None:
     """Compile a CUDA C++ kernel into the user's cache."""
     if launch.kernel.kept:  # else the result would be lost
         launch.kernel.compiled(nvrtc.architecture(device.index), launch.constants)
+        freed_memory.give_back_of_thread()
 
 
 def _warm_up(launch: Launch, device: torch.device) -> None:
@@ -271,6 +272,9 @@ def _compile(launch: Launch, device: torch.device, load: bool = True) -> bool | 
         logger.debug("%s is left to its first launch", launch.kernel, exc_info=True)
         _failed.setdefault(device, {})[launch.owner] = health.describe(exc)
         return False
+    finally:
+        # the compiler's, for which the threads would keep tens of MB each
+        freed_memory.give_back_of_thread()
 
 
 def _make_launcher(compiled: Any) -> None:

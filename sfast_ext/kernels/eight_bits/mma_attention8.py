@@ -36,15 +36,19 @@ _TURNS = 4
 
 def quantised_keys(k: Tensor) -> tuple[Tensor, Tensor]:
     """k (B, H, S, D) -> (codes (B, H, S, D) int8, factors (B, H, S) float32), in plain PyTorch."""
-    sample = torch.arange(SAMPLES, device=k.device)
-    at = (sample * SAMPLES + sample * 23 % SAMPLES) * k.shape[2] // SAMPLES**2
     wide = k.float()
-    rest = wide - wide[:, :, at].mean(2, keepdim=True)
+    rest = wide - mean(wide)
     largest = rest.abs().amax(-1, keepdim=True)
     some = (largest >= SMALLEST) & largest.isfinite()
     scale = torch.where(some, largest / LARGEST, 1.0)
     codes = torch.where(some, (rest / scale).round(), 0.0).to(torch.int8)
     return codes, torch.where(largest.isfinite(), scale, float("nan")).squeeze(-1)
+
+
+def mean(keys: Tensor) -> Tensor:
+    """(B, H, 1, D): that of `SAMPLES` of the keys (B, H, S, D), which are spread over all of them."""
+    places = [(i * SAMPLES + i * 23 % SAMPLES) * keys.shape[2] // SAMPLES**2 for i in range(SAMPLES)]
+    return torch.cat([keys[:, :, at : at + 1] for at in places], 2).mean(2, keepdim=True)
 
 
 def accepts(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:

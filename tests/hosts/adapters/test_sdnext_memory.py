@@ -190,6 +190,24 @@ def test_what_did_not_change_is_not_copied_back(open_card: Any, gib: int, monkey
 
 
 @with_vae_plans
+@pytest.mark.parametrize("is_off", [False, True])
+def test_unloading_frees_copies_in_system_memory(
+    open_card: Any, monkeypatch: pytest.MonkeyPatch, is_off: bool
+) -> None:
+    on, trimmed = open_card(12, SDXL), []
+    expected = on.expected()
+    for _ in range(3):
+        on.job(expected)
+    copies = on.host.session._offload._moves._copies
+    # the VAE is on the GPU until the next job begins
+    assert copies.bytes
+    monkeypatch.setattr(system_memory, "trim", lambda: trimmed.append(copies.bytes))
+    on.host.opts.sfast_enabled = not is_off
+    on.host.sd_models.unload_model_weights()
+    assert copies.bytes == 0 and trimmed[-1] == 0
+
+
+@with_vae_plans
 def test_after_the_host_ran_out_of_memory_nothing_is_kept(open_card: Any) -> None:
     on = open_card(12, SDXL)
     expected = on.expected()

@@ -123,13 +123,13 @@ class WebUI:
             return Image.open(io.BytesIO(answer.read()))
 
     def post(self, path: str, payload: dict[str, Any], timeout: float = 600) -> Any:
-        """The JSON that a POST of `payload` answers."""
+        """The JSON that a POST of `payload` answers; None if its answer is empty."""
         request = urllib.request.Request(
             self.url + path, json.dumps(payload).encode(), {"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE * timeout) as answer:
-                return json.load(answer)
+                return json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{path}: {error.code} {error.read()[:2000]!r}\n{self.tail()}") from error
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from kernels.support import finish
-from sfast_ext import environment, kernels
+from sfast_ext import environment, freed_memory, kernels
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
 from sfast_ext.kernels.group_norm import group_norm, one_pass
@@ -245,6 +245,19 @@ def test_what_was_in_another_threads_way_is_compiled_after_all(card, monkeypatch
     monkeypatch.setattr(geglu.geglu_kernel, "warmup", disturbed, raising=False)
     assert precompile.precompile(small(), GPU) == 3
     assert len(tries) == 2 and tries[1] is threading.current_thread()
+
+
+def test_each_thread_gives_back_what_the_compiler_has_freed(card, monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("no such instruction")
+
+    given = []
+    monkeypatch.setattr(freed_memory, "give_back_of_thread", lambda: given.append(threading.current_thread()))
+    monkeypatch.setattr(geglu.geglu_kernel, "warmup", broken, raising=False)
+    assert precompile.precompile(small(), GPU) == 2
+    finish()
+    # in the compiler's own threads, after one that fails too
+    assert len(given) >= 3 and threading.current_thread() not in given
 
 
 def test_without_a_gpu_nothing_is_compiled():
