@@ -233,7 +233,7 @@ def test_the_original_that_runs_again_after_memory_was_freed_gets_its_lists_back
     runs = []
 
     def short_of_memory(x, given):
-        x = x + given.pop()
+        x = x + given.pop() + torch.rand(4)
         runs.append(len(given))
         if len(runs) == 1:
             raise torch.cuda.OutOfMemoryError("no memory")
@@ -243,7 +243,13 @@ def test_the_original_that_runs_again_after_memory_was_freed_gets_its_lists_back
     accelerator = accelerate(model, Config(allow_cpu=True, drop_slower=False))
     monkeypatch.setattr(accelerator._server._failures, "freed_memory_for", lambda exc: True)
     given = tensors(3, 0)
+    torch.manual_seed(5)
     with torch.no_grad():
-        accelerator.run_original(torch.ones(2, 4), given)
+        expected = model.linear(torch.ones(2, 4)) + given[-1] + torch.rand(4)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        found = accelerator.run_original(torch.ones(2, 4), given)
     assert runs == [2, 2] and len(given) == 2
+    # as without the extension, whose memory was in the way
+    assert torch.equal(found, expected)
     accelerator.release()

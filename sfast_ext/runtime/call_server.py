@@ -31,6 +31,7 @@ from sfast_ext.runtime.plan_builder import PlanBuilder
 from sfast_ext.runtime.plan_cache import Earnings, PlanCache, PlanKey, Waiting
 from sfast_ext.runtime.plan_finder import HostFailed, Lookup, PlanFinder, ReplayState
 from sfast_ext.runtime.plan_runner import Failures, OriginalFailed, PlanRunner
+from sfast_ext.runtime.run_again import Before
 from sfast_ext.timing import Pace, Stopwatch
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged
 
@@ -179,13 +180,14 @@ class CallServer:
     def _compared_with(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original forward's result, which a plan's is compared with."""
         if lookup.plan is not None and lookup.plan.resident:
-            context, given = self._context, arguments.Containers(args, kwargs)
+            context = self._context
+            before = Before(args, kwargs, context.device())
             try:
                 with marked_as_building() if context.parts else contextlib.nullcontext():
                     return context.run_streamed(context.slot.original, *args, **context.unconsumed(kwargs))
             except Exception as exc:
                 self._report.event("8 bits", f"all weights come back for a comparison: {type(exc).__name__}: {exc}")
-            given.put_back()
+            before.put_back()
         return self.run_original(*args, **kwargs)
 
     def _is_compared(self, lookup: Lookup) -> bool:
@@ -370,7 +372,8 @@ class CallServer:
         If it runs out of memory while there are CUDA graphs or weights in 8 bits, they are freed, and it runs again: it
         would have that memory without the extension. Another thread may have made new ones meanwhile.
         """
-        context, containers = self._context, arguments.Containers(args, kwargs)
+        context = self._context
+        before = Before(args, kwargs, context.device())
         with marked_as_building() if context.parts else contextlib.nullcontext():
             for _ in range(TRIES - 1):
                 try:
@@ -379,7 +382,7 @@ class CallServer:
                     if not self._failures.freed_memory_for(exc):
                         raise
                 # after the handler: the exception keeps what the failed run had allocated
-                containers.put_back()
+                before.put_back()
             return context.run_forward(context.slot.original, *args, **context.unconsumed(kwargs))
 
 

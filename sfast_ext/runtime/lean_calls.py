@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from sfast_ext import reasons
-from sfast_ext.capture import arguments
 from sfast_ext.capture.capture import CaptureRefused
 from sfast_ext.capture.state import State
 from sfast_ext.kernels.backend import health
@@ -31,7 +30,7 @@ from sfast_ext.runtime.eight_bits import unsupported
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.runtime.plan_runner import out_of_memory
-from sfast_ext.runtime.random_numbers import RandomNumbers
+from sfast_ext.runtime.run_again import Before
 from sfast_ext.weights.aside import Hidden
 from sfast_ext.weights.expected import expected
 from sfast_ext.weights.streamed import is_theirs, tensors
@@ -74,9 +73,8 @@ def leave_early(context: ModuleContext) -> bool:
         with context.arena.exclusively(device):
             before = len(resident.elsewhere())
             if first:
-                resident.expect(device, leaving=True)
-            else:
-                resident.leave()
+                resident.expect(device, there=True)
+            resident.leave()
             left = len(resident.elsewhere()) > before
         torch.cuda.empty_cache()
         return left
@@ -120,8 +118,8 @@ def run(
         state: what the forward can reach, as it was before.
         otherwise: runs it with all of them there, if this fails.
     """
-    containers, device = arguments.Containers(args, kwargs), context.arena.resident.device
-    numbers = RandomNumbers(device)
+    device = context.arena.resident.device
+    before = Before(args, kwargs, device)
     try:
         result = context.run_by_layer(context.slot.original, *args, **context.unconsumed(kwargs))
         if all(x.device == device for x in tensors(result)):
@@ -133,8 +131,7 @@ def run(
             raise
         why = None if out_of_memory(exc) else because(exc, "original forward")
     # after the handler: the exception keeps what the failed run had allocated
-    containers.put_back()
-    numbers.put_back()
+    before.put_back()
     if state is not None:
         state.put_back()
     result = otherwise(*args, **kwargs)

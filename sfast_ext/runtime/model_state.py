@@ -15,7 +15,6 @@ from torch import nn
 from sfast_ext import reasons
 from sfast_ext.behaviour.forward_slot import ForwardSlot
 from sfast_ext.call_signature import copied
-from sfast_ext.capture.arguments import Containers
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.plans.graph_pool import pool_of
@@ -23,7 +22,7 @@ from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
 from sfast_ext.runtime.eight_bits import EightBits
 from sfast_ext.runtime.plan_cache import PlanKey
-from sfast_ext.runtime.random_numbers import RandomNumbers
+from sfast_ext.runtime.run_again import Before
 from sfast_ext.weights.arena import WeightArena
 from sfast_ext.weights.streamed import NotStreamed, is_theirs, tensors
 from sfast_ext.weights.weight import WeightsInUse
@@ -191,7 +190,7 @@ class ModuleContext:
         if not resident or resident.is_streamed:
             with self.arena.order.host():
                 return forward(*args, **kwargs)
-        containers, numbers = Containers(args, kwargs), RandomNumbers(self.device())
+        before = Before(args, kwargs, self.device())
         for last in (False, False, True):
             by_layer = self._must_read_by_layer(last)
             if by_layer is None:
@@ -211,13 +210,12 @@ class ModuleContext:
                 if is_theirs(exc):
                     raise
                 # who catches this may run it again
-                numbers.put_back()
+                before.put_back()
                 if not by_layer or last or not self.make_way():
                     raise
             # after the handler: the exception keeps what the failed run had allocated
             self.model.crowded = False
-            numbers.put_back()
-            containers.put_back()
+            before.put_back()
         raise AssertionError
 
     def _must_read_by_layer(self, last: bool) -> bool | None:

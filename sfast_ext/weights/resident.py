@@ -98,16 +98,14 @@ class Resident:
         tracked.reset_detector()
         tracked.forget(tracked.vacant)
 
-    def expect(self, device: torch.device, leaving: bool = False) -> None:
+    def expect(self, device: torch.device, there: bool = False) -> None:
         """Before there are banks: what may be in 8 bits counts as set aside, if it is in system memory.
 
         Args:
-            leaving: whether it moves there now if it is on the GPU.
+            there: whether what is on the device counts, too: it may `leave`.
         """
-        self._asides.include(expected(self._tracked.root, device if leaving else None).values())
+        self._asides.include(expected(self._tracked.root, device if there else None).values())
         self.device = device
-        if leaving:
-            self.leave()
 
     def keep_used(self) -> None:
         """What came to the GPU for plans, and of which no bank is made, does not count as set aside any more."""

@@ -265,8 +265,8 @@ MUTATIONS = [
     Mutation(
         "the original runs again on lists that it emptied, after memory was freed",
         "runtime/call_server.py",
-        "            containers.put_back()",
-        "            pass",
+        "                before.put_back()\n            return context",
+        "                pass\n            return context",
         (_CONTAINERS + "test_the_original_that_runs_again_after_memory_was_freed_gets_its_lists_back",),
     ),
 ]

@@ -27,7 +27,7 @@ MUTATIONS = [
         (_FORWARDS + "test_what_a_host_raises_once_is_raised",),
     ),
     Mutation(
-        "random numbers of a call that runs again", _LEAN, "numbers.put_back()", "pass",
+        "random numbers of a call that runs again", _LEAN, "before.put_back()", "pass",
         (_TESTS + "test_random_numbers_are_those_of_one_run_if_it_runs_again",),
     ),
     Mutation(
@@ -124,7 +124,7 @@ MUTATIONS = [
     ),
     Mutation(
         "arguments of a run that fails so", _LEAN,
-        "containers.put_back()", "pass",
+        "before.put_back()", "pass",
         (_TESTS + "test_arguments_are_as_they_were_if_it_runs_again",),
     ),
     Mutation(

@@ -125,7 +125,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights after a host gave way to a forward that fails by layer", "runtime/model_state.py",
-        "model.crowded = False\n numbers", "numbers",
+        "model.crowded = False\n before", "before",
         (_NO_ROOM + "test_a_host_gives_way_if_a_forward_fails_by_layer",),
     ),
     Mutation(
@@ -134,23 +134,18 @@ MUTATIONS = [
     ),
     Mutation(
         "random numbers of a forward that fails by layer", "runtime/model_state.py",
-        "# who catches this may run it again\n numbers.put_back()", "pass",
+        "# who catches this may run it again\n before.put_back()", "pass",
         (_NO_ROOM + "test_a_host_gives_way_if_a_forward_fails_by_layer",),
     ),
     Mutation(
-        "random numbers of one whose result is not on the GPU", "runtime/model_state.py",
-        "numbers.put_back()\n containers.put_back()", "containers.put_back()",
+        "lists and random numbers of one whose result is not on the GPU", "runtime/model_state.py",
+        "self.model.crowded = False\n before.put_back()", "self.model.crowded = False",
         (_NO_ROOM + "test_a_host_gives_way_if_a_forward_fails_by_layer",),
     ),
     Mutation(
-        "lists that a forward by layer emptied", "runtime/model_state.py",
-        "numbers.put_back()\n containers.put_back()", "numbers.put_back()",
-        (_NO_ROOM + "test_a_host_gives_way_if_a_forward_fails_by_layer",),
-    ),
-    Mutation(
-        "random numbers of a GPU", "runtime/random_numbers.py",
+        "random numbers of a GPU", "runtime/run_again.py",
         'if device is not None and device.type == "cuda":', "if False:",
-        ("runtime/test_random_numbers.py::test_those_of_the_cpu_and_of_one_gpu_are_put_back",),
+        ("runtime/test_run_again.py::test_those_of_the_cpu_and_of_one_gpu_are_put_back",),
     ),
     Mutation(
         "weights that a layer writes to while it is called", "weights/streamed_by_layer.py",
@@ -354,7 +349,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lists that a comparison emptied", "runtime/call_server.py",
-        "given.put_back()", "pass",
+        "            before.put_back()\n        return self.run_original", "            return self.run_original",
         ("runtime/test_resident_compared.py::test_a_comparison_that_fails_leaves_lists_as_they_were",),
     ),
     Mutation(

@@ -213,10 +213,9 @@ class ResidentModels(ResidentUnet):
         models = [each.model for each in self._call.patchers]
         unets = [(found, each) for each in models if (found := self._in_8_bits(each)) is not None]
         waits = sum(max(0, needs(found, each) - held(found, each)) for found, each in unets)
-        free, left = gpu_room.free_bytes() - waits, self._left_free()
-        if kept >= 0 or not waits or free - loaded.exclusive_memory - left >= 0:
+        if kept >= 0 or not waits:
             return kept
-        return float(max(1, self._management.compute_model_gpu_memory_when_using_cpu_swap(free, left)))
+        return self._with_room(gpu_room.free_bytes() - waits, loaded.exclusive_memory)
 
     def _as_forge_does(self, found: Accelerator, loaded: Any, kept: float) -> float:
         """How much of a UNet Forge would load that is not on the GPU; it was told of 8-bit weights, and has moved other
@@ -227,8 +226,12 @@ class ResidentModels(ResidentUnet):
         torch.cuda.empty_cache()
         if kept == 0:
             return kept
-        free, left = gpu_room.free_bytes(), self._left_free()
-        if free - bytes_of(model) - left >= 0:
+        return self._with_room(gpu_room.free_bytes(), bytes_of(model))
+
+    def _with_room(self, free: float, needed: float) -> float:
+        """How much of a model Forge loads if so many bytes are free: -1, all of it, if they are enough."""
+        left = self._left_free()
+        if free - needed - left >= 0:
             return -1
         return float(max(1, self._management.compute_model_gpu_memory_when_using_cpu_swap(free, left)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sfast_ext.runtime.random_numbers import RandomNumbers
+from sfast_ext.runtime.run_again import Before
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -22,7 +22,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Generator, torch.
 def test_those_of_the_cpu_and_of_one_gpu_are_put_back(
     generators: tuple[torch.Generator, ...], device: torch.device | None, back: tuple[int, ...]
 ) -> None:
-    numbers = RandomNumbers(device)
+    numbers = Before((), {}, device)
 
     def drawn() -> list[float]:
         return [torch.rand(1).item(), *(torch.rand(1, generator=each).item() for each in generators)]
@@ -39,7 +39,7 @@ def test_a_generator_that_tells_nothing_is_left_alone(monkeypatch: pytest.Monkey
             raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
 
     monkeypatch.setattr(torch.cuda, "default_generators", (Captured(),))
-    numbers = RandomNumbers(FIRST)
+    numbers = Before((), {}, FIRST)
     before = torch.rand(1)
     numbers.put_back()
     assert torch.equal(torch.rand(1), before)
@@ -53,4 +53,4 @@ def test_what_nothing_was_drawn_from_is_not_written_to(
             raise AssertionError
 
     monkeypatch.setattr(torch.cuda, "default_generators", (Watched(),))
-    RandomNumbers(FIRST).put_back()
+    Before((), {}, FIRST).put_back()
