@@ -1,8 +1,8 @@
 """Which layers are computed with 8-bit integers, by the error of each on the inputs of a call.
 
 The error of a layer is the relative L2 distance of its product, of a sample of its rows, from that of the same values
-not quantised, in float32. Rows are quantised each by itself, so the error of a sample is that of all: of 128 to 256
-rows it is known to a few per cent. The first row of an image is always among them.
+not quantised, in float32. Rows are quantised each by itself, so the error of a sample is that of all: of 85 to 256
+rows it is known to a few per cent. The first row of each image is among them, of up to 256 images.
 
 The image that a convolution reads has one factor, so its error is of pixels of all images, quantised like the whole.
 
@@ -46,7 +46,7 @@ TIGHTENED = 0.1, 0.5
 MARGINS = (0.95, 0.75)
 """What the error is to be after it, of what it may be: layers do not add alike to it. The second time it must do."""
 SAMPLE = 256
-"""Rows of a layer that are measured at most."""
+"""Rows of a layer that are measured at most, if there are not more images."""
 QUERIES, SCORES = 64, 2**23
 """Queries of a head that are measured, and scores of all of them at most, if there are not more keys: 32 MB."""
 OUTPUTS = 1024
@@ -183,8 +183,9 @@ def measured(
     """The errors of layers on the inputs of the graph. Waits for the device once.
 
     The graph runs once, operation by operation and up to the last of the layers, with PyTorch's operations in the
-    place of kernels, which are not compiled yet. Samples are views, and a GPU computes nothing that the CPU can: each
-    further operation of PyTorch loads kernels, which take 15 to 50 MB of system memory for as long as the process runs.
+    place of kernels, which are not compiled yet. Few operations are used: each that nothing else runs loads kernels of
+    PyTorch, which take 5 to 50 MB of system memory for as long as the process runs. So samples are views, and distances
+    are divided on the CPU.
 
     Args:
         read: gives the values of a weight, for as long as they are held.
@@ -222,8 +223,8 @@ def measured(
 
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         run(gm, inputs, seen, read)
-    squares = torch.stack(found).tolist() if found else []
-    told = zip(names, map(relative, squares), strict=True)
+    values = torch.stack(found).tolist() if found else []
+    told = zip(names, map(relative, values), strict=True)
     return {name: Errors(plain, rotated, group, work) for (name, group, work), (plain, rotated) in told}
 
 
@@ -231,7 +232,7 @@ def errors_of(x: Tensor, weight: Tensor, turn: Tensor | None) -> Tensor:
     """What `relative` takes, of the product of x (..., K) and weight (N, K). `turn` is the matrix by which groups of
     neighbours are rotated; None: there is none."""
     images = x.flatten(1, -2) if x.dim() > 2 else x.reshape(-1, 1, x.shape[-1])
-    sample = images[:, :: every(images.shape[1], SAMPLE // len(images))].flatten(0, 1)
+    sample = images[:, :: every(images.shape[1], SAMPLE // max(1, len(images)))].flatten(0, 1)
     sample = sample[:: every(len(sample), SAMPLE)].float()
     # output rows too are quantised each by itself
     wide = weight[:: max(1, len(weight) // OUTPUTS)].float()
@@ -251,7 +252,7 @@ def errors_of_convolution(x: Tensor, weight: Tensor, stride: int, silu: bool) ->
     if silu:
         scale = (x.flatten(1).amax(1).float() + group_norm8.LEAST_SILU) / group_norm8.CODES
     outputs = -(-height // stride), -(-width // stride)
-    steps = grid(outputs[0], outputs[1], SAMPLE // images)
+    steps = grid(outputs[0], outputs[1], SAMPLE // max(1, images))
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
 
     def tap(*at: int) -> Tensor:
@@ -285,12 +286,13 @@ def errors_of_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) ->
 
 
 def every(count: int, most: int) -> int:
-    """The step in which at most so many, and at least one, of a number of rows are taken."""
-    return -(-count // max(1, most))
+    """A step in which at most `most` of `count` rows are taken, and at least one. It is odd: an even one would take the
+    same columns of each line of an image."""
+    return max(1, -(-count // max(1, most))) | 1
 
 
 def grid(down: int, across: int, most: int) -> tuple[int, int]:
-    """`every` for an image: the steps in which so many pixels are taken, about as long as each other."""
+    """The steps, of about the same length, in which at most so many pixels of an image are taken, and at least one."""
     one, other = 1, 1
     while -(-down // one) * -(-across // other) > max(1, most):
         if one <= other:
@@ -307,15 +309,19 @@ def squares(exact: Tensor, plain: Tensor, rotated: Tensor) -> Tensor:
     return torch.stack([torch.dot(each, each) for each in found])
 
 
-def relative(squares: Sequence[float]) -> tuple[float, float]:
-    """The relative L2 distances without and with a rotation, of `squares`; the absolute ones from zeros."""
-    norm, *away = map(math.sqrt, squares)
+def relative(values: Sequence[float]) -> tuple[float, float]:
+    """The relative L2 distances without and with a rotation, of `squares`; the absolute ones from zeros. NaN if the
+    norm is beyond float32."""
+    norm, *away = map(math.sqrt, values)
+    if math.isinf(norm):
+        return math.nan, math.nan
     plain, rotated = (each / norm if norm else each for each in away)
     return plain, rotated
 
 
 def rounded(rows: Tensor, scale: Tensor | None = None) -> Tensor:
-    """What rows are once they are quantised; NaN for a row that holds a value that is not finite.
+    """What rows are once they are quantised, as by `quantise_rows.reference` in fewer operations; NaN for a row that
+    holds a value that is not finite.
 
     Args:
         scale: that of what a row belongs to, which broadcasts to `rows`; by default its own.

@@ -35,7 +35,10 @@ def take(size: int) -> Buffers | None:
                 arrival.synchronize()
             return buffers
     try:
-        buffers = [_buffer(size) for _ in range(2)]
+        # whoever takes them later need not be in inference mode
+        with torch.inference_mode(False):
+            buffers = [_buffer(size) for _ in range(2)]
+        # raises without NumPy, by which threads copy
         buffers[0].numpy()
         return buffers
     except RuntimeError:
@@ -52,7 +55,8 @@ def give_back(buffers: Buffers, arrival: Arrival | None = None) -> None:
 
 
 def free() -> None:
-    """Give pinned memory that is not in use back to the system, what torch keeps for others as well."""
+    """Give pinned memory that is not in use back to the system, what torch keeps for others as well. A torch that has
+    no function for that keeps it."""
     _spare.clear()
     if torch.cuda.is_initialized():
         # earlier and later versions of torch

@@ -328,7 +328,7 @@ class Resident:
                     staging.copy(there, source)
                     source = there
                 found.append(source)
-            staging.deliver(self.device)
+            staging.deliver()
         return found
 
     @property

@@ -61,7 +61,7 @@ class Staging:
         self._pieces: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # target, place in the buffer, source
         self._pool: ThreadPoolExecutor | None = None
         self._helpers = 0
-        self._device: torch.device | None = None  # what was copied to
+        self._arrival: Event | None = None  # of what was sent last
 
     def __enter__(self) -> Copy:
         return self.copy
@@ -79,16 +79,13 @@ class Staging:
     def _give_back(self) -> None:
         """The next copies may take the buffers. After an exception it is not known what still reads them."""
         if self._buffers:
-            (first, arrival), (second, _) = self._buffers
-            if self._device is not None:
-                arrival.record(self._stream(self._device))
-            pinned_buffers.give_back((first, second), arrival if self._device is not None else None)
+            pinned_buffers.give_back([buffer for buffer, _ in self._buffers], self._arrival)
             self._buffers = None
 
-    def deliver(self, device: torch.device) -> None:
+    def deliver(self) -> None:
         """What was copied is complete, in the order of the device's stream, before the end of the `with` block."""
         if self._pieces:
-            self._next(device)
+            self._next()
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """`to.copy_(source)`, through the buffers if `source` is on the CPU and `to` on the GPU."""
@@ -126,7 +123,7 @@ class Staging:
         done, size = 0, source.numel()
         while done < size:
             if self._used >= self._size:
-                self._next(to.device)
+                self._next()
             buffer, _ = self._buffers[0]
             n = min(self._size - self._used, size - done)
             filled = buffer[self._used : self._used + n]
@@ -137,20 +134,20 @@ class Staging:
     def _send(self) -> None:
         """Fill the first buffer with what was staged, and copy it to the GPU."""
         if self._pieces:
-            assert self._pool is not None
-            self._device = self._pieces[0][0].device
+            assert self._pool is not None and self._buffers is not None
             # each thread takes what is next until nothing is left: few wake-ups, and none waits for a slow one's share
             _share(self._pool, self._helpers, [(filled.numpy(), source.numpy()) for _, filled, source in self._pieces])
             for to, filled, _ in self._pieces:
                 to.copy_(filled, non_blocking=True)
+            # a copy is on the stream of the device that it is to, which need not be the current one
+            self._arrival = self._buffers[0][1]
+            self._arrival.record(self._stream(self._pieces[0][0].device))
             self._pieces.clear()
 
-    def _next(self, device: torch.device) -> None:
+    def _next(self) -> None:
         """Go on with the other buffer, once what was copied from it has arrived."""
         assert self._buffers is not None
         self._send()
-        # a copy is on the stream of the device that it is to, which need not be the current one
-        self._buffers[0][1].record(self._stream(device))
         self._buffers.reverse()
         self._buffers[0][1].synchronize()
         self._used = 0

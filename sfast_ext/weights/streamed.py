@@ -72,7 +72,7 @@ class Streamed(TorchDispatchMode):
         if written and not self._may_write(function):
             raise NotStreamed(str(function))
         there = {id(x): self._on_gpu(x) for x in read}
-        self._staging.deliver(self._device)
+        self._staging.deliver()
         args, kwargs = _replaced(args, there), _replaced(kwargs, there)
         result = function(*args, **kwargs)
         for x in written:

@@ -69,7 +69,7 @@ class StreamedByLayer(Streamed):
         try:
             with torch.inference_mode(False), torch.no_grad():
                 there = [self._on_gpu(value) for value in held]
-                self._staging.deliver(self._device)
+                self._staging.deliver()
                 for value, arrived in zip(held, there):
                     lent.append((value, live_tensor(value), digest_of(arrived)))
                     set_data(value, arrived)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sfast_ext.runtime import run_again
 from sfast_ext.runtime.run_again import Before
+from sfast_ext.weights import streamed
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -43,6 +45,49 @@ def test_a_generator_that_tells_nothing_is_left_alone(monkeypatch: pytest.Monkey
     before = torch.rand(1)
     numbers.put_back()
     assert torch.equal(torch.rand(1), before)
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_generator_that_is_captured_meanwhile_hides_no_error(monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
+    class Captured(torch.Generator):
+        asked = 0
+
+        def get_state(self) -> torch.Tensor:
+            Captured.asked += 1
+            if Captured.asked >= fails:
+                raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+            return super().get_state()
+
+    monkeypatch.setattr(torch.cuda, "default_generators", (Captured(),))
+    given = [torch.ones(1)]
+    before, drawn = Before((given,), {}, FIRST), torch.rand(1)
+    given.pop()
+    before.put_back()
+    assert len(given) == 1 and torch.equal(torch.rand(1), drawn)
+
+
+def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(*_: object) -> None:
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", unavailable)
+    before, drawn = Before((), {}, None), torch.rand(1)
+    before.put_back()
+    assert torch.equal(torch.rand(1), drawn)
+
+
+def test_weights_that_come_to_the_gpu_of_the_arguments(
+    generators: tuple[torch.Generator, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnGPU(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+        device = SECOND  # type: ignore[assignment]
+
+    monkeypatch.setattr(streamed, "tensors", lambda given: [torch.ones(1), torch.ones(1).as_subclass(OnGPU)])
+    monkeypatch.setattr(run_again, "tensors", streamed.tensors)
+    before, drawn = Before(([torch.ones(1)],), {}, CPU), torch.rand(1, generator=generators[1])
+    before.put_back()
+    assert torch.equal(torch.rand(1, generator=generators[1]), drawn)
 
 
 def test_what_nothing_was_drawn_from_is_not_written_to(

@@ -79,6 +79,42 @@ def test_what_is_copied_from_them_is_waited_for() -> None:
     assert pinned_buffers.take(8) is buffers and arrival.waited
 
 
+def test_they_are_taken_in_and_out_of_inference_mode() -> None:
+    source, to = torch.randn(9), torch.zeros(9).to(GPU)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode), Staging() as copy:
+            copy(to, source)
+    values = [torch.randn(BUFFER_BYTES // 4).to(GPU)]
+    pinned_buffers.free()
+    with torch.inference_mode():
+        pinned_buffers.give_back(pinned_buffers.take(BUFFER_BYTES) or [])
+    with torch.no_grad():
+        assert torch.equal(to_system_memory(values)[0], values[0].to("cpu"))
+
+
+def test_what_was_sent_last_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+
+    class Marked(Arrival):
+        def record(self, stream: object = None) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            waited.append(self)
+
+    made: list[Marked] = []
+    monkeypatch.setattr(Staging, "_event", lambda self: made.append(Marked()) or made[-1])
+    source, to = torch.randn(9), torch.zeros(9).to(GPU)
+    staging = Staging()
+    with staging as copy:
+        copy(to, source)
+        # the other buffer is next, and nothing is sent of it
+        staging.deliver()
+    waited.clear()
+    pinned_buffers.take(MADE[0])
+    assert waited == made[:1]
+
+
 def test_those_of_another_size_are_not_taken() -> None:
     buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
     pinned_buffers.give_back(buffers)

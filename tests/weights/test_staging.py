@@ -68,11 +68,17 @@ def test_copies_are_exact(card, dtype, layouts, size):
             assert to.stride() == strides
     for to, source in zip(there, sources):
         assert torch.equal(to.to("cpu"), source)
-    # a buffer is filled again after what was copied from it arrived
-    order = [number for what, number in buffers.log if what == "record"]
-    waits = [number for what, number in buffers.log if what == "synchronize"]
-    assert waits == [1 - number for number in order[:-1]] and order == [i % 2 for i in range(len(order))]
-    assert (len(order) > 1) == (size < 1 << 20)
+    # a buffer is filled again after what was copied from it arrived: each is waited for in turn, after it was sent
+    events = [event for event in buffers.log if event[0] != "made"]
+    turns: list[list[tuple[str, int]]] = [[]]
+    for event in events:
+        turns[-1].append(event)
+        if event[0] == "synchronize":
+            turns.append([])
+    for i, turn in enumerate(turns):
+        *sent, last = turn if i < len(turns) - 1 else [*turn, ("synchronize", 1 - i % 2)]
+        assert sent and set(sent) == {("record", i % 2)} and last == ("synchronize", 1 - i % 2)
+    assert (len(turns) > 1) == (size < 1 << 20)
 
 
 def test_a_source_without_gaps_that_is_not_known_is_copied_as_before(card):

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -312,9 +313,16 @@ def _alike(result: Tensor, expected: Tensor, limit: float) -> bool:
         return False
     expected = expected.float().flatten()
     away = result.float().flatten() - expected
-    # by cuBLAS, which is loaded anyway: torch's norm takes 50 MB of system memory for its kernels
-    square, square_of_all = torch.stack([torch.dot(away, away), torch.dot(expected, expected)]).tolist()
-    return bool(square <= limit**2 * square_of_all)
+    square, square_of_all = torch.stack([_square(away), _square(expected)]).tolist()
+    # beyond float32 nothing is known
+    return math.isfinite(square_of_all) and bool(square <= limit**2 * square_of_all)
+
+
+def _square(x: Tensor) -> Tensor:
+    """Of the norm of x (N,). By cuBLAS, which is loaded anyway, and takes less than 2^31 values: torch's norm takes 50
+    MB of system memory for its kernels."""
+    parts = [torch.dot(part, part) for part in x.split(1 << 30)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def _outside_of_captures() -> bool:

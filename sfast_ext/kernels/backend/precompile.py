@@ -172,8 +172,10 @@ def _compilation(launch: Launch, device: torch.device) -> Any:
 def _compile_to_cache(launch: Launch, device: torch.device) -> None:
     """Compile a CUDA C++ kernel into the user's cache."""
     if launch.kernel.kept:  # else the result would be lost
-        launch.kernel.compiled(nvrtc.architecture(device.index), launch.constants)
-        freed_memory.give_back_of_thread()
+        try:
+            launch.kernel.compiled(nvrtc.architecture(device.index), launch.constants)
+        finally:
+            freed_memory.give_back_of_thread()
 
 
 def _warm_up(launch: Launch, device: torch.device) -> None:
