@@ -1,9 +1,10 @@
-"""Gives back to the system what glibc keeps of memory that was freed.
+"""Gives back to the system what glibc or TCMalloc keeps of memory that was freed.
 
-It keeps what lies between blocks in use, also where large tensors were. Each thread that allocates next to others has a
-heap (man 3 mallopt: an arena), whose end glibc gives back only if it is longer than a threshold: 64 MB, once a block of
-32 MB was freed anywhere in the process, as any WebUI does. `malloc_trim` does not give back the ends of threads' heaps:
-16 threads that compile kept 0.4 GB so (glibc 2.36).
+glibc keeps what lies between blocks in use, also where large tensors were. Each thread that allocates next to others
+has a heap (man 3 mallopt: an arena), whose end glibc gives back only if it is longer than a threshold: 64 MB, once a
+block of 32 MB was freed anywhere in the process, as any WebUI does. `malloc_trim` does not give back the ends of
+threads' heaps: 16 threads that compile kept 0.4 GB so (glibc 2.36). TCMalloc, which AUTOMATIC1111's webui.sh puts in
+glibc's place if it is installed, keeps nearly all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ctypes
 import functools
 import mmap
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _HEAP = 64 << 20
@@ -23,16 +25,19 @@ _DONT_NEED = 4
 
 
 def give_back() -> None:
-    """Give back what any thread has freed, but for the ends of other threads' heaps. Takes 0.25 s for a GB, and 0.05 s
-    if there is little. Does nothing with another allocator; raises nothing."""
+    """Give back what any thread has freed, but for the ends of other threads' heaps of glibc. Takes 0.25 s for a GB,
+    and 0.05 s if there is little. Does nothing with another allocator; raises nothing."""
     found = _glibc()
     if found is not None:
         found.waiting.malloc_trim(0)
         give_back_of_thread()
+    elif (release := _tcmalloc()) is not None:
+        release()
 
 
 def give_back_of_thread() -> None:
-    """Give back what this thread has freed. Takes 1 to 4 ms. Does nothing with another allocator; raises nothing."""
+    """Give back what this thread has freed. Takes 1 to 4 ms. Does nothing with another allocator than glibc's; raises
+    nothing."""
     found = _glibc()
     if found is None:
         return
@@ -71,6 +76,18 @@ def _glibc() -> _Glibc | None:
         quick.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         quick.madvise.restype = ctypes.c_int
         return _Glibc(waiting, quick)
+    return None
+
+
+@functools.lru_cache(maxsize=1)
+def _tcmalloc() -> Callable[[], None] | None:
+    """TCMalloc's function (gperftools/malloc_extension_c.h); None without it."""
+    if not sys.platform.startswith("linux"):
+        return None
+    with contextlib.suppress(OSError, AttributeError):
+        release = ctypes.CDLL(None).MallocExtension_ReleaseFreeMemory
+        release.argtypes, release.restype = (), None
+        return release  # type: ignore[no-any-return]
     return None
 
 

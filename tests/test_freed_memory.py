@@ -1,8 +1,10 @@
-"""What glibc keeps of memory that was freed goes back to the system."""
+"""What glibc and TCMalloc keep of memory that was freed goes back to the system."""
 
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
+import os
 import platform
 import subprocess
 import sys
@@ -73,10 +75,11 @@ print(*told)
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or sys.maxsize < 2**32, reason="another C library")
 
 
-def told_by(script: str) -> list[int]:
-    """What a new process says: what else one has freed decides what glibc keeps."""
+def told_by(script: str, **variables: str) -> list[int]:
+    """What a new process says: what else one has freed decides what is kept."""
     command = [sys.executable, "-c", script, freed_memory.__file__]
-    return list(map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()))
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **variables})
+    return list(map(int, done.stdout.split()))
 
 
 @glibc
@@ -93,13 +96,58 @@ def test_the_end_of_a_thread_s_heap() -> None:
     assert trimmed - given > 25 << 20
 
 
+LARGE = f"""{BEGIN}
+pieces = [bytearray(31 << 20) for _ in range(10)]
+for piece in pieces:
+    piece[::4096] = b"x" * len(piece[::4096])
+pieces.clear()
+del piece
+gc.collect()
+freed_memory.give_back_of_thread()
+before = resident_bytes()
+freed_memory.give_back()
+print(before >> 20, resident_bytes() >> 20)
+"""
+
+
+def test_tcmalloc_in_the_place_of_glibc_s() -> None:
+    """As AUTOMATIC1111's webui.sh starts the WebUI."""
+    library = ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc")
+    if library is None:
+        pytest.skip("TCMalloc is not installed (libtcmalloc-minimal4)")
+    kept, left = told_by(LARGE, LD_PRELOAD=library)
+    assert kept > 300 > 100 > left
+
+
+def test_tcmalloc_is_asked_for_what_it_keeps(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
+    class Library:
+        def __init__(self, name: str | None) -> None:
+            self.malloc = self.malloc_trim = None
+            self.MallocExtension_ReleaseFreeMemory = Released()
+
+    class Released:
+        def __call__(self) -> None:
+            asked.append(1)
+
+    asked: list[int] = []
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    monkeypatch.setattr(freed_memory, "_glibc", lambda: None)
+    freed_memory.give_back_of_thread()
+    assert not asked
+    freed_memory.give_back()
+    assert asked == [1]
+
+
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """The C library is looked for again."""
-    find = freed_memory._glibc
-    find.cache_clear()
+    found = freed_memory._glibc, freed_memory._tcmalloc
+    for find in found:
+        find.cache_clear()
     yield
-    find.cache_clear()
+    for find in found:
+        find.cache_clear()
 
 
 @pytest.mark.parametrize("found", ["another system", "another library", "no library"])
@@ -114,7 +162,7 @@ def test_elsewhere_nothing_happens(monkeypatch: pytest.MonkeyPatch, forgotten: N
         monkeypatch.setattr(ctypes, kind, Library)
     freed_memory.give_back()
     freed_memory.give_back_of_thread()
-    assert freed_memory._glibc() is None
+    assert freed_memory._glibc() is None and freed_memory._tcmalloc() is None
 
 
 @glibc

@@ -171,6 +171,15 @@ MUTATIONS = [
         ("test_freed_memory.py::test_the_end_of_a_thread_s_heap",),
     ),
     Mutation(
+        "what TCMalloc keeps", "freed_memory.py", "        release()\n", "        pass\n",
+        ("test_freed_memory.py::test_tcmalloc_is_asked_for_what_it_keeps",),
+    ),
+    Mutation(
+        "an allocator in the place of glibc's", "freed_memory.py",
+        "if _address(quick.malloc) != _address(own.malloc):", "if False:",
+        ("test_freed_memory.py::test_another_allocator_is_left_to_itself",),
+    ),
+    Mutation(
         "pinned buffers that the next copy takes", "weights/pinned_buffers.py",
         "_spare[:] = [(buffers, arrival)]", "pass",
         ("weights/test_pinned_buffers.py::test_one_copy_after_another_takes_the_same_two",),
