@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.webui import images
+from benchmarks.webui import images, unloading
 
 from .a1111 import FLAGS, MARKS, TOLERANCE
 
@@ -71,6 +71,28 @@ def test_images_of_each_kind_are_taken_apart(tmp_path: Path):
             assert all(phase["cpu_ms"] > 0 for name, phase in phases.items() if name in always)
 
 
+def unloaded(folder: Path, **more: object) -> list[dict]:
+    """Rows of `benchmarks.webui.unloading`, in two rounds."""
+    told = {"host": "a1111", "flags": FLAGS, "card": 8, "ways": ["eight", "stock"], "size": (64, 64), "rounds": 2}
+    return unloading.measure(argparse.Namespace(**{**TOLD, **told, **more}), folder)["rows"]
+
+
+def grown(row: dict) -> list[int]:
+    """By how many MB system memory is above the start after each round."""
+    first, *later = (held["system"] >> 20 for held in row["memory"])
+    return [each - first for each in later]
+
+
+def test_system_memory_is_read_after_each_round(tmp_path: Path):
+    eight, stock = unloaded(tmp_path)
+    assert [row["way"] for row in (eight, stock)] == ["eight", "stock"]
+    for row in (eight, stock):
+        assert "failed" not in row and len(row["memory"]) == 3 and len(row["images_s"]) == 5
+        # the second round adds nothing
+        assert max(grown(row)) < 64 and grown(row)[1] - grown(row)[0] < 16
+    assert eight["counters"]["eager_runs"] > 0 and eight["last_error"] is None
+
+
 def test_a_row_without_a_plan_is_told():
     row = {
         "kind": "txt2img",
@@ -88,4 +110,4 @@ def test_a_row_without_a_plan_is_told():
     other["plans_ran"] = 4
     assert images.words(row, row).startswith("txt2img 64x64 no flag: 2.000 s")
     assert "NO PLAN RAN" in images.words(row, row)
-    assert images.words(other, row).endswith("0.700 s with the UNet alone; 0.500 of no flag")
+    assert images.words(other, row).endswith("0.700 s unet; 0.500 of no flag")
