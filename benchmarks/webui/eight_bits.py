@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
-import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import records
 from benchmarks.webui import breakdown
-from benchmarks.webui.hosts import HOSTS, LARGE
+from benchmarks.webui.hosts import HOSTS, LARGE, run
 from benchmarks.webui.images import numbered, payload_of, taken, taken_apart, turn
 from sfast_ext import cli
 from sfast_ext.tools.lib import machine
@@ -192,12 +189,7 @@ def main() -> int:
     options.cards = options.cards or [6, 8]
     options.checkpoint, options.vae_plans_at_once, options.batch, options.another_prompt = None, False, 1, True
     options.card = LARGER
-    if not os.environ.get(HOSTS[options.host].variable):
-        print(f"a WebUI is needed: {HOSTS[options.host].variable} names none", file=sys.stderr)
-        return 2
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
-    with tempfile.TemporaryDirectory(prefix="sfast-") as folder:
-        found = measure(options, Path(folder))
+    found = run(options, measure)
     return int(any("failed" in row or row.get("last_error") for row in found["rows"]))
 
 

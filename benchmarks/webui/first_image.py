@@ -16,18 +16,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shutil
 import statistics
-import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks import records
-from benchmarks.webui.hosts import HOSTS, LARGE, Host
+from benchmarks.webui.hosts import HOSTS, LARGE, Host, run
 from benchmarks.webui.images import numbered, payload_of, taken
 from sfast_ext import cli
 from sfast_ext.tools.lib import machine
@@ -147,12 +144,7 @@ def main() -> int:
     for name in ("checkpoint", "card"):
         setattr(options, name, None)
     options.vae_plans_at_once, options.batch, options.another_prompt = False, 1, True
-    if not os.environ.get(HOSTS[options.host].variable):
-        print(f"a WebUI is needed: {HOSTS[options.host].variable} names none", file=sys.stderr)
-        return 2
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
-    with tempfile.TemporaryDirectory(prefix="sfast-") as folder:
-        found = measure(options, Path(folder))
+    found = run(options, measure)
     return int(any(case.get("last_error") for row in found["rows"] for case in row.values()))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -248,3 +250,18 @@ HOSTS: dict[str, type[A1111] | type[SDNext]] = {
     "forge": Forge,
     "reforge": ReForge,
 }
+
+
+def run(options: argparse.Namespace, measure: Callable[[argparse.Namespace, Path], dict[str, Any]]) -> dict[str, Any]:
+    """What is measured in a WebUI, with a folder for its data.
+
+    Raises:
+        SystemExit: no WebUI is named.
+    """
+    variable = HOSTS[options.host].variable
+    if not os.environ.get(variable):
+        raise SystemExit(f"a WebUI is needed: {variable} names none")
+    # the tests' WebUIs get by with one
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+    with tempfile.TemporaryDirectory(prefix="sfast-") as folder:
+        return measure(options, Path(folder))

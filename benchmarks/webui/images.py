@@ -20,10 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +29,7 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.webui import breakdown
-from benchmarks.webui.hosts import HOSTS, LARGE, WAYS, Host
+from benchmarks.webui.hosts import HOSTS, LARGE, WAYS, Host, run
 from sfast_ext import cli
 from sfast_ext.tools.lib import machine
 
@@ -301,14 +298,7 @@ def main() -> int:
     more = (options.more or []) + ["earlier"] * bool(options.earlier)
     options.ways = list(dict.fromkeys(["stock", *more, "extended"]))
     options.flags = list(dict.fromkeys(options.flags or ["--opt-sdp-attention" if options.host == "a1111" else ""]))
-    variable = HOSTS[options.host].variable
-    if not os.environ.get(variable):
-        print(f"benchmarks.webui needs a WebUI: {variable} names none", file=sys.stderr)
-        return 2
-    # the tests' WebUIs get by with one
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
-    with tempfile.TemporaryDirectory(prefix="sfast-") as folder:
-        found = measure(options, Path(folder))
+    found = run(options, measure)
     return 0 if all(row["plans_ran"] and not row["last_error"] for row in found["rows"]) else 1
 
 

@@ -11,16 +11,13 @@ a later round adds is a leak. Told are bytes that belong to no file, after freed
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks import records
 from benchmarks.webui.eight_bits import FLAGS
-from benchmarks.webui.hosts import HOSTS, LARGE, Host
+from benchmarks.webui.hosts import HOSTS, LARGE, Host, run
 from benchmarks.webui.images import numbered, payload_of, taken
 from sfast_ext import cli
 from sfast_ext.tools.lib import machine
@@ -122,12 +119,7 @@ def main() -> int:
     options = parser.parse_args()
     options.ways = options.ways or list(WAYS)
     options.checkpoint, options.vae_plans_at_once, options.batch, options.another_prompt = None, False, 1, True
-    if not os.environ.get(HOSTS[options.host].variable):
-        print(f"a WebUI is needed: {HOSTS[options.host].variable} names none", file=sys.stderr)
-        return 2
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
-    with tempfile.TemporaryDirectory(prefix="sfast-") as folder:
-        found = measure(options, Path(folder))
+    found = run(options, measure)
     return int(any(row.get("failed") or row.get("last_error") for row in found["rows"]))
 
 
