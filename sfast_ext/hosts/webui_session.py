@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
-from sfast_ext.hosts import startup_objects, webui_probes
+from sfast_ext.hosts import startup_objects, system_memory, webui_probes
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.previews import Previews
@@ -186,7 +186,10 @@ class WebUISession(Session):
 
     def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.guarded(self.release_models)
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        # the weights that a Forge has freed, too
+        system_memory.trim()
+        return result
 
 
 def _console(formatter: logging.Formatter) -> logging.Handler:

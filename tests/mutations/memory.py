@@ -171,6 +171,11 @@ MUTATIONS = [
         ("test_freed_memory.py::test_the_end_of_a_thread_s_heap",),
     ),
     Mutation(
+        "what a Forge has freed of a model that it unloads", "hosts/webui_session.py",
+        "        system_memory.trim()\n        return result", "        return result",
+        ("hosts/adapters/test_forge.py::test_unloading_releases_everything",),
+    ),
+    Mutation(
         "what TCMalloc keeps", "freed_memory.py", "        release()\n", "        pass\n",
         ("test_freed_memory.py::test_tcmalloc_is_asked_for_what_it_keeps",),
     ),

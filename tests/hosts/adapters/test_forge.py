@@ -17,6 +17,7 @@ pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs st
 from hosts.standins import a1111
 from hosts.standins import forge as standin
 from sfast_ext import accelerator_of
+from sfast_ext.hosts import system_memory
 from sfast_ext.hosts.forge import adapter as forge
 
 # relative L2, fp32 against fp32: only the order of additions differs, over three steps of a net with random weights
@@ -365,8 +366,11 @@ def test_switched_off_the_image_is_the_webui_s_own_to_the_last_bit(started):
         assert not hasattr(function, "__wrapped__")
 
 
-def test_unloading_releases_everything(started):
-    unet = started.unet
+def test_unloading_releases_everything(started, monkeypatch):
+    unet, models, trimmed = started.unet, sys.modules["modules.sd_models"], []
     started.generate()
-    sys.modules["modules.sd_models"].unload_model_weights()
+    monkeypatch.setattr(system_memory, "trim", lambda: trimmed.append(vars(models.model_data.sd_model) == {}))
+    models.unload_model_weights()
     assert accelerator_of(unet) is None and status()["accelerators"] == [] and status()["model"] is None
+    # what Forge itself has freed goes back to the system too
+    assert trimmed[-1]
