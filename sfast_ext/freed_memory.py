@@ -3,8 +3,8 @@
 glibc keeps what lies between blocks in use, also where large tensors were. Each thread that allocates next to others
 has a heap (man 3 mallopt: an arena), whose end glibc gives back only if it is longer than a threshold: 64 MB, once a
 block of 32 MB was freed anywhere in the process, as any WebUI does. `malloc_trim` does not give back the ends of
-threads' heaps: 16 threads that compile kept 0.4 GB so (glibc 2.36). TCMalloc, which AUTOMATIC1111's webui.sh puts in
-glibc's place if it is installed, keeps nearly all.
+threads' heaps: 16 threads that compile kept 0.4 GB so (glibc 2.36). TCMalloc, by which AUTOMATIC1111's webui.sh
+replaces glibc's `malloc` if it is installed, keeps nearly all.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Glibc(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def _glibc() -> _Glibc | None:
-    """glibc on a system of 64 bits; None elsewhere, and if another allocator is in the place of its own."""
+    """glibc, on a system of 64 bits on which nothing replaces its `malloc`; else None."""
     if not sys.platform.startswith("linux") or sys.maxsize < 2**32:
         return None
     with contextlib.suppress(OSError, AttributeError):

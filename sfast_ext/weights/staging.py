@@ -19,6 +19,7 @@ import torch
 
 from sfast_ext.weights import pinned_buffers
 from sfast_ext.weights.original_layout import live_tensor
+from sfast_ext.weights.pinned_buffers import Arrival
 
 BUFFER_BYTES = 32 << 20
 _ALIGNED = 64  # where a tensor begins in a buffer, in bytes
@@ -30,14 +31,11 @@ Copy = Callable[[torch.Tensor, torch.Tensor], object]
 """`copy(to, source)`, for tensors of the same shape and dtype."""
 
 
-class Event(Protocol):
-    """What is used of `torch.cuda.Event`."""
+class Event(Arrival, Protocol):
+    """What is used of `torch.cuda.Event`. One that was never recorded is not waited for."""
 
     def record(self, stream: torch.cuda.Stream | None = None) -> object:
         """On this stream, or on the current one."""
-
-    def synchronize(self) -> object:
-        """Wait until the stream has come there; not at all if it was never recorded."""
 
 
 class Staging:

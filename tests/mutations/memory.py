@@ -161,10 +161,15 @@ MUTATIONS = [
     ),
     Mutation(
         "what a compiler's thread has freed", "kernels/backend/precompile.py",
-        "        # the compiler's, for which the threads would keep tens of MB each\n"
-        "        freed_memory.give_back_of_thread()\n",
-        "        pass\n",
+        "            # Triton's; see `nvrtc.build` for the others\n"
+        "            freed_memory.give_back_of_thread()\n",
+        "            pass\n",
         ("kernels/backend/test_precompile.py::test_each_thread_gives_back_what_the_compiler_has_freed",),
+    ),
+    Mutation(
+        "what NVRTC has freed", "kernels/backend/nvrtc.py",
+        "        freed_memory.give_back_of_thread()\n", "        pass\n",
+        ("kernels/backend/test_nvrtc.py::test_what_the_compiler_has_freed_is_given_back",),
     ),
     Mutation(
         "the end of a thread's heap", "freed_memory.py", "library.madvise(first", "bool(first",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfast_ext import cache_folder
+from sfast_ext import cache_folder, freed_memory
 from sfast_ext.kernels.backend import cuda_driver, launch_log, pdl, triton_runtime
 from sfast_ext.kernels.backend.cuda_driver import Driver, Unavailable
 from sfast_ext.kernels.backend.cuda_libraries import Bindings, bindings, no_nvrtc
@@ -329,7 +329,11 @@ def build(source: bytes, architecture: str, constants: dict[str, int]) -> tuple[
     """
     options = [f"--gpu-architecture={architecture}", "-default-device", "--ptxas-options=-v"]
     options += [f"-D{name}={value}" for name, value in constants.items()]
-    return loaded_nvrtc().compile(source, _headers(), options)
+    try:
+        return loaded_nvrtc().compile(source, _headers(), options)
+    finally:
+        # the compiler's, of which a thread would keep tens of MB
+        freed_memory.give_back_of_thread()
 
 
 def loaded_nvrtc() -> Nvrtc:

@@ -172,10 +172,7 @@ def _compilation(launch: Launch, device: torch.device) -> Any:
 def _compile_to_cache(launch: Launch, device: torch.device) -> None:
     """Compile a CUDA C++ kernel into the user's cache."""
     if launch.kernel.kept:  # else the result would be lost
-        try:
-            launch.kernel.compiled(nvrtc.architecture(device.index), launch.constants)
-        finally:
-            freed_memory.give_back_of_thread()
+        launch.kernel.compiled(nvrtc.architecture(device.index), launch.constants)
 
 
 def _warm_up(launch: Launch, device: torch.device) -> None:
@@ -275,8 +272,9 @@ def _compile(launch: Launch, device: torch.device, load: bool = True) -> bool | 
         _failed.setdefault(device, {})[launch.owner] = health.describe(exc)
         return False
     finally:
-        # the compiler's, for which the threads would keep tens of MB each
-        freed_memory.give_back_of_thread()
+        if not isinstance(launch.kernel, nvrtc.Source):
+            # Triton's; see `nvrtc.build` for the others
+            freed_memory.give_back_of_thread()
 
 
 def _make_launcher(compiled: Any) -> None:

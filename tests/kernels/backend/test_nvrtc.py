@@ -18,6 +18,7 @@ from pairs import every
 from kernels import compiled
 from kernels.backend.transformer_cases import transformer_cases
 from kernels.support import needs_nvrtc
+from sfast_ext import freed_memory
 from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import cuda_libraries, cuda_tier, nvrtc, triton_runtime
 from sfast_ext.kernels.backend.cuda_libraries import Bindings
@@ -395,6 +396,20 @@ def test_what_does_not_compile_says_why():
         nvrtc.build(b"not_a_type x;", HOPPER, {})
     with pytest.raises(nvrtc.Unavailable):
         nvrtc.build(b"", "sm_1a", {})
+
+
+def test_what_the_compiler_has_freed_is_given_back(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(freed_memory, "give_back_of_thread", lambda: given.append(1))
+    kernel = nvrtc.Source("geglu", geglu._prepared, ())
+    for _ in range(2):
+        kernel.compiled(HOPPER, few(1))
+    # the second one is of the cache
+    assert given == [1]
+    with pytest.raises(nvrtc.Unavailable):
+        nvrtc.build(b"not_a_type x;", HOPPER, {})
+    assert given == [1, 1]
 
 
 def test_a_kernel_that_failed_is_not_asked_again(monkeypatch, caplog):
