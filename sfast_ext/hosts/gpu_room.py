@@ -117,9 +117,11 @@ def hold_one_block(needed: float) -> None:
     if needed >= _LARGE and is_tight():
         torch.cuda.empty_cache()
         for factor in (GAPS, 1.0):
-            with contextlib.suppress(torch.cuda.OutOfMemoryError):
-                torch.empty(int(factor * needed), dtype=torch.uint8, device=host_gpu.device())
-                break
+            # an error would count as one of the host's
+            if factor * needed <= free_bytes():
+                with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                    torch.empty(int(factor * needed), dtype=torch.uint8, device=host_gpu.device())
+                    break
 
 
 def is_tight() -> bool:

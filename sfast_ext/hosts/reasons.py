@@ -52,6 +52,9 @@ OFFLOAD_BY_LAYERS = Kind("offload", "offload mode '{}' moves the weights to the 
 OFFLOAD_BY_GROUPS = Kind("offload", "offload mode '{}' moves the weights to the GPU group by group", OTHER_OFFLOAD)
 OFFLOAD_WHOLE = Kind("offload",
     "offload mode '{}' moves the UNet off the GPU, and there is not enough free memory to keep it there", OTHER_OFFLOAD)
+OFFLOAD_WHOLE_STILL = Kind("offload",
+    "SD.Next moves the UNet as offload mode 'model' does, which was chosen before, and there is not enough free memory",
+    "restart SD.Next to accelerate")
 OFFLOAD_UNKNOWN = Kind("offload", "offload mode '{}' works in a way that is not known in this version",
     "choose 'none' in Settings > Model Offloading to accelerate")
 OFFLOAD_OF_PARTS = Kind("offload", "parts of the UNet do not fit on the GPU and are moved there layer by layer",

@@ -167,6 +167,23 @@ def test_another_image_or_one_that_one_of_the_two_could_not_make_is_a_fault(stoc
     assert total.scenes == 2 * len(stock) and total.seeds == [4, 4] and total.reasons == {"why": 4}
 
 
+def test_images_of_another_size_are_a_fault_and_those_of_faults_are_kept_with_the_logs(tmp_path):
+    data, kept = tmp_path / "data", tmp_path / "kept"
+    data.mkdir()
+    (data / "compared.log").write_text("what it said")
+    host = Host([[5], [7]], [[5], [9]])
+    random_scenes.compare(host, data, 4, 2, "--again", kept=kept)
+    assert sorted(each.name for each in kept.iterdir()) == [
+        "4-1-0-compared.png", "4-1-0-reference.png", "4-1-compared.log",
+    ]  # fmt: skip
+    assert (kept / "4-1-compared.log").read_text() == "what it said"
+    assert np.asarray(Image.open(kept / "4-1-0-compared.png")).max() == 9
+    found = random_scenes.Found()
+    wide = encoded(Image.fromarray(np.full((8, 16, 3), 5, dtype=np.uint8)))
+    assert random_scenes.judge(found, "4/2", [wide], [image(5)], 1.0, "--again")["fault"]
+    assert found.faults == ["4/2: images of [(8, 16)], the reference made [(8, 8)]; --again"] and not found.distances
+
+
 def test_each_scene_is_told_of_as_it_is_judged_and_the_counters_at_the_end():
     told = []
     random_scenes.compare(Host([[5], [7], None], [[5], [9], None]), None, 4, 3, "--again", say=told.append)

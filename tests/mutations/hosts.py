@@ -39,6 +39,21 @@ MUTATIONS = [
         (_OFFLOAD + "test_a_vae_that_is_brought_on_demand_runs_by_itself_beside_an_accelerated_unet",),
     ),
     Mutation(
+        "hooks of offload by models", "hosts/sdnext/refusals.py",
+        'mode == "model" or any(', 'mode == "model" and any(',
+        ("hosts/adapters/test_sdnext.py::test_hooks_of_offload_by_models_outlive_their_mode",),
+    ),
+    Mutation(
+        "what plans hold after the host ran out of memory", "hosts/sdnext/offload.py",
+        "self._guarded(lambda: self._make_room(math.inf))\n            if", "if",
+        ("hosts/adapters/test_sdnext_memory.py::test_each_time_the_host_runs_out_of_memory_it_gets_what_plans_hold",),
+    ),
+    Mutation(
+        "a block for which there is no room", "hosts/gpu_room.py",
+        "if factor * needed <= free_bytes():", "if True:",
+        ("hosts/adapters/test_gpu_room.py::test_a_vae_on_a_small_card_leaves_memory_to_others_and_takes_one_block",),
+    ),
+    Mutation(
         "classes of SDNQ", "hosts/sdnext/sdnq_layers.py",
         'or is_class_of_sdnq(type(module))', "",
         (_OFFLOAD + "test_a_layer_of_sdnq_is_told_by_its_class",),

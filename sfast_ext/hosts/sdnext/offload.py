@@ -148,13 +148,17 @@ class Offload:
         return gpu_room.give_way(needed, in_one, others, self._report, _WHY)
 
     def _notice_out_of_memory(self) -> None:
-        """After SD.Next ran out of memory, stop keeping weights on the GPU that it has moved off."""
+        """After SD.Next ran out of memory, free what plans hold, and stop keeping weights on the GPU that it has moved
+        off."""
         stats = torch.cuda.memory_stats(host_gpu.device() if torch.cuda.is_available() else None)
         oom_count = stats.get("num_ooms", 0) - self._report.counter("out_of_memory")
-        if self._oom_count is not None and oom_count > self._oom_count and not self._release_always:
-            self._release_always = True
-            what = "from now on no weights stay on the GPU that it moves off"
-            self._report.event("memory", f"SD.Next ran out of GPU memory: {what}")
+        if self._oom_count is not None and oom_count > self._oom_count:
+            # it moved a network in a way that is not followed here, or there is less memory than it counts on
+            self._guarded(lambda: self._make_room(math.inf))
+            if not self._release_always:
+                self._release_always = True
+                what = "from now on no weights stay on the GPU that it moves off"
+                self._report.event("memory", f"SD.Next ran out of GPU memory: {what}")
         self._oom_count = oom_count
 
     def _accelerators_in(self, module: nn.Module, attachments: Sequence[Attachment] | None = None) -> list[Accelerator]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ OFFLOADS = {"sequential": reasons.OFFLOAD_BY_LAYERS, "group": reasons.OFFLOAD_BY
 
 GROUP_HOOKS = frozenset({"group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"})
 """The names that diffusers gives the hooks of group offload in its registries."""
+
+WHOLE_HOOKS = frozenset({"CpuOffload", "UserCpuOffloadHook"})
+"""Accelerate's hooks of offload by models. They stay on the model that is loaded if another mode is chosen: SD.Next
+058a7f0c does not lay balanced offload again over a checkpoint that had it before."""
 
 PIPELINES = {"PAG": reasons.PAG, "Reference": reasons.REFERENCE}
 """Parts of the class names of pipelines, and why such a pipeline cannot be accelerated."""
@@ -33,8 +37,9 @@ def model_bypass_reason(unet: nn.Module, opts: Any) -> Reason | None:
     parted = _mode_in_parts(unet, mode)
     if parted is not None:
         return OFFLOADS[parted](parted)
-    if mode == "model" and not gpu_room.has_room_to_stay(unet):
-        return reasons.OFFLOAD_WHOLE(mode)
+    moved_whole = mode == "model" or any(type(h).__name__ in WHOLE_HOOKS for h in _hooks_of(unet))
+    if moved_whole and not gpu_room.has_room_to_stay(unet):
+        return reasons.OFFLOAD_WHOLE(mode) if mode == "model" else reasons.OFFLOAD_WHOLE_STILL()
     if _compiled(unet):
         return reasons.COMPILED()
     quantised = _quantised(unet)
@@ -135,6 +140,12 @@ def keeps_weights(hook: Any) -> bool:
     inner = getattr(hook, "hooks", None)
     if inner is not None:
         return all(keeps_weights(h) for h in inner)
-    if type(hook).__name__ in ("CpuOffload", "UserCpuOffloadHook", "LayerwiseCastingHook"):
+    if type(hook).__name__ in WHOLE_HOOKS | {"LayerwiseCastingHook"}:
         return False
     return not getattr(hook, "offload", False)
+
+
+def _hooks_of(module: nn.Module) -> Sequence[Any]:
+    """The accelerate hooks on a module."""
+    hook = module.__dict__.get("_hf_hook")
+    return getattr(hook, "hooks", (hook,))

@@ -156,6 +156,28 @@ def test_offload_by_models_is_lived_with_if_there_is_room(
         close(image, host.stock())
 
 
+@pytest.mark.parametrize("mode", ["none", "balanced"])
+@pytest.mark.parametrize("room", [0, 64 << 30])
+def test_hooks_of_offload_by_models_outlive_their_mode(
+    host: Host, mode: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.opts.diffusers_offload_mode = mode
+    host.sd_models.load_model(pipeline())
+    expected = host.stock()
+    close(host.image(), expected)
+    runs = host.runs()
+    assert runs > 0
+    unet = host.modeldata.model_data.sd_model.unet
+    hook = accelerate.cpu_offload_with_hook(unet, execution_device="cpu")[1]
+    monkeypatch.setattr(gpu_room, "free_bytes", lambda: room)
+    for _ in range(2):
+        close(host.image(), expected)
+        hook.offload()
+    assert (host.runs() > runs) == (room > 0) and ("as offload mode 'model' does" in host.reasons()) == (room == 0)
+    if not room:
+        assert "restart SD.Next" in host.reasons() and not host.status()["accelerators"]
+
+
 def free_u(s1: float) -> Callable[[Any], None]:
     def apply(pipe: Any) -> None:
         for block in pipe.unet.up_blocks:

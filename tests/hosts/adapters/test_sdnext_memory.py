@@ -215,10 +215,27 @@ def test_after_the_host_ran_out_of_memory_nothing_is_kept(open_card: Any) -> Non
     assert on.job(expected)["memory_given_back"] == 0
     with pytest.raises(torch.cuda.OutOfMemoryError):
         torch.empty(on.card.capacity, dtype=torch.uint8, device="cuda")
-    for _ in range(2):
+    # before the first, and as the UNet leaves
+    for given in (2, 1):
         job = on.job(expected)
-        assert (job["runs"], job["captures"], job["memory_given_back"]) == (STEPS, 0, 1)
+        assert (job["runs"], job["captures"], job["memory_given_back"]) == (STEPS, 0, given)
     assert "SD.Next ran out of GPU memory" in str(on.host.status()["events"])
+
+
+def test_each_time_the_host_runs_out_of_memory_it_gets_what_plans_hold(open_card: Any) -> None:
+    on = open_card(12, SDXL)
+    expected = on.expected()
+    on.job(expected)
+    for _ in range(2):
+        assert on.card.graph_bytes > 0
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            torch.empty(on.card.capacity, dtype=torch.uint8, device="cuda")
+        on.host.session.follow()
+        assert on.card.graph_bytes == 0
+        assert on.job(expected)["runs"] == STEPS
+        # as if nothing had moved it off the GPU
+        on.host.session._offload._release_always = False
+        on.job(expected)
 
 
 @pytest.mark.long

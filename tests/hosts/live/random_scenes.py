@@ -12,9 +12,11 @@ played again by the command that it names, with the scenes of its seed.
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -33,7 +35,7 @@ from .a1111 import Round, apart
 from .random_scene_draws import OURS, Host
 from .random_scene_hosts import HOSTS
 from .random_scene_memory import Resident
-from .webui import WebUI
+from .webui import WebUI, pixels
 
 EACH = 100
 """Scenes of one seed, which a WebUI of its own makes."""
@@ -143,6 +145,22 @@ class Found:
         return {**found, "least": self.least if math.isfinite(self.least) else None}
 
 
+def sizes_of(images: list[str]) -> list[tuple[int, ...]]:
+    """Heights and widths of images."""
+    return [pixels(each).shape[:2] for each in images]
+
+
+def keep(folder: Path, name: str, data: Path, **images: list[str]) -> None:
+    """Write the images of a scene by who made them, and what the WebUI said, in a folder that is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = name.replace("/", "-")
+    for who, made in images.items():
+        for number, image in enumerate(made):
+            (folder / f"{name}-{number}-{who}.png").write_bytes(base64.b64decode(image))
+    for log in data.glob("*.log"):
+        shutil.copy(log, folder / f"{name}-{log.name}")
+
+
 def judge(
     found: Found, name: str, ours: list[str], stock: list[str], tolerance: float, again: str
 ) -> dict[str, Any] | None:
@@ -156,6 +174,9 @@ def judge(
     elif len(ours) != len(stock):
         said["fault"] = True
         found.faults.append(f"{name}: {len(ours)} images, the reference made {len(stock)}; {again}")
+    elif (sizes := sizes_of(ours)) != (expected := sizes_of(stock)):
+        said["fault"] = True
+        found.faults.append(f"{name}: images of {sizes}, the reference made {expected}; {again}")
     else:
         difference = said["apart"] = apart(ours, stock)
         found.worst = max(found.worst, difference)
@@ -190,6 +211,7 @@ def compare(
     again: str,
     seconds: float = math.inf,
     say: Callable[[dict[str, Any]], None] = lambda said: None,
+    kept: Path | None = None,
 ) -> Found:
     """Play the scenes of a seed in the reference, then in the WebUI that is compared with it.
 
@@ -199,6 +221,7 @@ def compare(
             both starts leave of them: to make plans takes longer than such small images. In 8 bits both make them: it
             is two fifths, as weights on a small card move.
         say: told of each scene as it is judged, and of the counters at the end.
+        kept: where the images and logs of faults are kept.
     """
     found, began = Found(seeds=[seed]), time.monotonic()
     steps, held, resident = with_rests(host, host.scenes(seed, count)), Held(), Resident()
@@ -216,6 +239,8 @@ def compare(
                 said["resident"] = resident.ran(webui.get("/sfast/v1/status"))
                 found.resident += said["resident"]
                 say(said)
+                if said["fault"] and kept is not None:
+                    keep(kept, name, data, compared=images, reference=expected[name])
         status = webui.get("/sfast/v1/status")
         # whatever time is left: this is what the run is for
         list(played(host, webui, at_rest(host, "end"), held))
@@ -259,6 +284,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--eight-bits", action="store_true", help="8 bits on; on the card next to the GPU as it is")
     parser.add_argument("--alone", action="store_true", help="the WebUI without the extension; nothing is compared")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the images of faults, and the WebUI's output")
     parser.add_argument("--lines", type=Path, metavar="FILE", help="a line of JSON is added for each scene")
     options = parser.parse_args(given)
     host, began, found = HOSTS[options.host], time.monotonic(), Found()
@@ -294,7 +320,7 @@ def main(given: Sequence[str] | None = None) -> int:
             try:
                 if options.alone:
                     return alone(host, data, seed, count, options.seconds, say)
-                return compare(host, data, seed, count, again, options.seconds, say)
+                return compare(host, data, seed, count, again, options.seconds, say, options.keep)
             except (OSError, RuntimeError) as error:
                 say({"seed": seed, "fault": True, "ended": str(error)[:2000]})
                 return Found(seeds=[seed], faults=[f"the WebUI ended: {error}; {again}"])
