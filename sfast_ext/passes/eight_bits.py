@@ -39,7 +39,7 @@ from . import query_attention
 from .eight_bits_attention import attention_candidates, choose
 from .eight_bits_conv_match import conv_candidates
 from .eight_bits_inputs import quantised, writer_of
-from .eight_bits_match import Candidate, matches, read_by_these_alone
+from .eight_bits_match import Candidate, matches, with_weights_to_leave
 from .eight_bits_selection import LIMIT, Errors, Layer, measured
 from .rewrite import (
     HALF,
@@ -94,9 +94,8 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     convolutions = conv_candidates(gm.graph, ctx)
     fit, needed = matches(gm.graph, few_too=resident), 0
     if resident:
-        # hosts ask the first parameter where the model is
-        found = [c for c in read_by_these_alone(gm.graph, fit) if not ctx.arena.is_first(c.weight)]
-        convolutions = read_by_these_alone(gm.graph, convolutions)
+        found = with_weights_to_leave(gm.graph, fit, ctx.arena)
+        convolutions = with_weights_to_leave(gm.graph, convolutions, ctx.arena)
     else:
         found = paying(fit, query_attention.fused_linears(gm.graph, ctx), ctx.device)
         if fit and not found and not convolutions:

@@ -21,7 +21,7 @@ from sfast_ext.kernels.pointwise import bias_add
 from .channels_last import lay_out
 from .eight_bits import bank_nodes
 from .eight_bits_conv_match import ConvCandidate, arguments_of, conv_candidates, match
-from .eight_bits_match import Candidate, read_by_these_alone
+from .eight_bits_match import Candidate, with_weights_to_leave
 from .rewrite import (
     argument,
     call,
@@ -79,7 +79,7 @@ def replaced(gm: fx.GraphModule, ctx: PassContext, selection: Selection) -> int:
     wanted = {name for name in selection.errors if name not in selection.kept}
     found = [c for c in conv_candidates(gm.graph, ctx) if c.name in wanted]
     if selection.resident:
-        found = [c for c in read_by_these_alone(gm.graph, found) if ctx.arena.resident.has(c.weight)]
+        found = [c for c in with_weights_to_leave(gm.graph, found, ctx.arena) if ctx.arena.resident.has(c.weight)]
     else:
         if selection.room is not None and ctx.arena.banks.missing(c.weight for c in found) > selection.room:
             found = []

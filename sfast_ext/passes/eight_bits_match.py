@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from torch import fx
 
@@ -19,6 +19,7 @@ from sfast_ext.kernels.pointwise import (
     norm_rotary,
     swiglu,
 )
+from sfast_ext.weights.weight import slots_of
 
 from .attention import ATTENTION
 from .cleanup import PERMUTE
@@ -38,6 +39,9 @@ from .rewrite import (
     overloads,
     shape,
 )
+
+if TYPE_CHECKING:
+    from sfast_ext.weights.arena import WeightArena
 
 MIN_ROWS = 256
 """Of a product: with fewer it takes no longer than its weight takes to be read, which is read in half precision as
@@ -117,12 +121,15 @@ def matches(graph: fx.Graph, *, few_too: bool = False) -> list[Candidate]:
     return [candidate for candidate in found if candidate is not None]
 
 
-def read_by_these_alone(graph: fx.Graph, found: list[C]) -> list[C]:
-    """The candidates whose weights nothing else in the graph reads, whole or in part."""
+def with_weights_to_leave(graph: fx.Graph, found: list[C], arena: WeightArena) -> list[C]:
+    """The candidates whose weights can be set aside: nothing else in the graph reads them, whole or in part, no plan,
+    and no host."""
     ours = {c.node for c in found}
     nodes = [node for node in graph.nodes if is_weight(node)]
     others = (node for node in nodes if not ours.issuperset(node.users))
     read = {id(part) for node in others for part in parts_of(node.meta["weight"])}
+    slots = arena.slots_kept()
+    found = [c for c in found if slots.isdisjoint(slots_of([c.weight]))]
     return [c for c in found if read.isdisjoint(map(id, parts_of(c.weight)))]
 
 

@@ -29,7 +29,7 @@ from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.weights.aside import Hidden
 from sfast_ext.weights.banks import Bank
-from sfast_ext.weights.weight import WeightsAway, WeightsInUse
+from sfast_ext.weights.weight import WeightsAway, WeightsInUse, slots_of
 
 _MIN_ROOM = 0.3
 """Of the bytes of the weights: so much must be free to make a plan. With less the attempt fails, and what it leaves in
@@ -161,6 +161,7 @@ def settle(context: ModuleContext, plan: Plan) -> None:
         context.bring_back()
         context.arena.sync()
         return
+    _drop_unlike(context, plan)
     with context.arena.exclusively(plan.device):
         context.arena.fetch()
         context.arena.banks.fits = context.hooks.system_memory
@@ -175,6 +176,18 @@ def clear_way(context: ModuleContext) -> None:
     for each in context.model.accelerators():
         for key in [key for key, plan in list(each.plans.items()) if not plan.resident]:
             each.drop_plan(key)
+
+
+def _drop_unlike(context: ModuleContext, plan: Plan) -> None:
+    """Drop the plans that have integers of weights which this one reads in half precision, as after layers were
+    selected anew: both cannot have them where they need them. The other way round none is made, see
+    `with_weights_to_leave`."""
+    read = slots_of(plan.weights)
+    for each in context.model.accelerators():
+        for key, other in list(each.plans.items()):
+            sources = [aside for bank in other.banks for aside, _ in bank.sources] if other.resident else []
+            if not read.isdisjoint((id(c), name) for aside in sources for c, name in aside.slots):
+                each.drop_plan(key)
 
 
 def _refuse_others(context: ModuleContext) -> None:

@@ -207,10 +207,10 @@ class WeightArena:
         """The values of a weight: its live tensor, or if it is set aside, a copy on the GPU."""
         return self.resident.values(weight) if weight.is_bare and self.resident.has(weight) else weight.tensor
 
-    def is_first(self, weight: Weight) -> bool:
-        """Whether a weight has the first parameter of the module."""
-        first = next(self.root.parameters(), None)
-        return any(container.get(name) is first for part in weight.parts or (weight,) for container, name in part.slots)
+    def slots_kept(self) -> set[tuple[int, str]]:
+        """See `TrackedWeights.slots_kept`."""
+        with self._tracked.lock:
+            return self._tracked.slots_kept()
 
     def set_aside(self, weights: Iterable[Weight], device: torch.device) -> None:
         """Move weights, which no plan reads, to system memory; see `Resident`.

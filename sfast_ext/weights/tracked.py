@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Container, Hashable, Iterable, Sequence
@@ -24,6 +25,7 @@ from sfast_ext.weights.weight import (
     WeightSlot,
     new_weight,
     paths_of,
+    slots_of,
     tensors_of,
 )
 
@@ -160,6 +162,13 @@ class TrackedWeights:
             wanted = {id(vacancy) for w in self.live if (vacancy := self.vacant.get(id(w))) is not None}
             self.vacant = {key: vacancy for key, vacancy in self.vacant.items() if id(vacancy) in wanted}
         self.reset_detector()
+
+    def slots_kept(self) -> set[tuple[int, str]]:
+        """`slots_of` what cannot be set aside: what plans read, and the first parameter, which hosts ask for its
+        device."""
+        slots = ((id(m._parameters), name) for m in self.root.modules() for name, p in m._parameters.items()
+                 if p is not None)  # fmt: skip
+        return {*slots_of(self.live), *itertools.islice(slots, 1)}
 
     def reset_detector(self) -> None:
         """The live tensors, or what is in their slots, are others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -125,6 +125,12 @@ def paths_of(root: nn.Module, weight: Weight) -> list[str]:
             of = f"{prefix}.{inner.name}" if prefix else inner.name
             found += [f"{of}.{part}" for part in inner if (id(inner), part) in held]
     return found
+
+
+def slots_of(weights: Iterable[Weight]) -> set[tuple[int, str]]:
+    """The slots of weights, or of their parts, by the ids of the containers."""
+    parts = (part for weight in weights for part in weight.parts or (weight,))
+    return {(id(container), name) for part in parts for container, name in part.slots}
 
 
 def new_weight(path: str, value: torch.Tensor, slots: list[WeightSlot]) -> Weight:

@@ -16,7 +16,19 @@ _NO_ROOM = "runtime/test_resident_no_room.py::"
 _REPLACED = "runtime/test_replaced_layers.py::"
 _BACK = (_TESTS + "test_the_original_gets_its_weights_back",)
 
+_SELECTIONS = ("runtime/test_resident_selections.py::test_plans_run_in_turns",)
+
 MUTATIONS = [
+    Mutation(
+        "plans with integers of what a later one reads in half precision", "runtime/residency.py",
+        "_drop_unlike(context, plan)\n    with", "with",
+        _SELECTIONS,
+    ),
+    Mutation(
+        "weights that earlier plans read in half precision", "passes/eight_bits_match.py",
+        "if slots.isdisjoint(slots_of([c.weight]))", "",
+        _SELECTIONS,
+    ),
     Mutation(
         "forwards that find weights in system memory and no room on the GPU", "runtime/model_state.py",
         "except torch.cuda.OutOfMemoryError:\n pass\n # after the handler: the exception keeps what had come",

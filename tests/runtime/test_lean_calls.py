@@ -218,16 +218,18 @@ def test_a_weight_that_is_read_in_half_precision_comes(card: Card) -> None:  # n
     weight = on.ours.blocks[1].to_out.weight
     for rows in (OTHER, OTHER, OTHER, 256, OTHER, 256):
         assert torch.equal(on.call(rows)[0], other.call(rows)[0])
-    assert on.count("weights_brought_back") == other.count("weights_brought_back") - 1
+    # the plan before had its integers, and is made again without them
+    assert (on.count("weights_brought_back"), other.count("weights_brought_back")) == (0, 2)
+    assert len(on.acc.plans) == 2 and on.count("captures") == 3 and not on.acc.report.as_dict()["reasons_since_start"]
     # no plan has its integers
     on.acc.forget_plans("the user has dropped them")
     on.acc._context.bring_back()
     for rows in (OTHER, OTHER):
         on.call(rows)
     assert weight.is_cuda and away(on) == len(halves(on.ours)) - 1
-    # for its second plan it leaves as well
+    # a second plan has it in half precision, too
     before = on.count("weights_brought_back")
-    assert on.error(64) < 1e-6 and away(on) == len(halves(on.ours))
+    assert on.error(64) < 1e-6 and on.error(64) < 0.05 and weight.is_cuda and away(on) == len(halves(on.ours)) - 1
     assert on.count("weights_brought_back") == before and on.count("errors") == 0, on.words()
 
 
