@@ -3,7 +3,7 @@ is their references."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from sfast_ext.kernels.eight_bits import gain, gated_norm8, gelu8, modulated_nor
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu
 from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm
+from sfast_ext.passes import eight_bits as passes_eight_bits
 from sfast_ext.passes.eight_bits import KERNELS
 from sfast_ext.passes.eight_bits_conv_match import CONV_KERNELS
 from sfast_ext.runtime import lean_calls, plan_builder, verify
@@ -51,6 +52,19 @@ def available(patch: pytest.MonkeyPatch, *, by_triton: bool = False) -> None:
     patch.setattr(health, "_disabled", {})
     patch.setattr(Kernel, "supported", there)
     patch.setattr(quantise_weights.launch, "function", quantise_weights.in_place)
+
+
+def too_inaccurate(patch: pytest.MonkeyPatch, kept: Collection[str]) -> None:
+    """From now on layers with one of these in their names, whatever it has then, are measured as not fit for 8 bits."""
+    real = passes_eight_bits.measured
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        return {
+            name: error._replace(plain=0.9, rotated=0.9) if any(each in name for each in kept) else error
+            for name, error in real(*args, **kwargs).items()
+        }
+
+    patch.setattr(passes_eight_bits, "measured", measured)
 
 
 def resident(patch: pytest.MonkeyPatch, size: int) -> None:

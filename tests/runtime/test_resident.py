@@ -354,15 +354,7 @@ def test_a_layer_whose_error_is_too_large_never_leaves(card: Card, monkeypatch: 
     real = weights_resident.Resident._leave
     monkeypatch.setattr(weights_resident.Resident, "_leave", lambda self, values: (
         left.extend(map(id, values := list(values))), real(self, values)))  # fmt: skip
-    measure = passes_eight_bits.measured
-
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        return {
-            name: error._replace(plain=0.9, rotated=0.9) if "ff_out" in name else error
-            for name, error in measure(*args, **kwargs).items()
-        }
-
-    monkeypatch.setattr(passes_eight_bits, "measured", measured)
+    eight_bit_kernels.too_inaccurate(monkeypatch, ["ff_out"])
     on = started()
     assert len(on.status()["kept"]) == 2 and on.plan.resident and away(on) == len(halves(on.ours)) - 2
     assert not any(id(block.ff_out.weight) in left for block in on.ours.blocks)

@@ -3,29 +3,11 @@
 # ruff: noqa: F811
 from __future__ import annotations
 
-from typing import Any
-
+import eight_bit_kernels
 import pytest
 from pretended_card import Card
 
-from sfast_ext.passes import eight_bits as passes_eight_bits
-
 from .test_resident import away, card, halves, kernels, started  # noqa: F401
-
-
-def select(monkeypatch: pytest.MonkeyPatch, on: Any, *kept: str) -> None:
-    """Layers are selected anew; those with one of these in their names are too inaccurate."""
-    real = passes_eight_bits.measured
-
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        return {
-            name: error._replace(plain=0.9, rotated=0.9) if any(each in name for each in kept) else error
-            for name, error in real(*args, **kwargs).items()
-        }
-
-    monkeypatch.setattr(passes_eight_bits, "measured", measured)
-    on.acc._context.model.eight_bits._selections.clear()
-
 
 SELECTIONS = [((), ("ff_out",)), (("ff_out",), ()), (("to_out",), ("ff_out",))]
 """Layers that are too inaccurate for the first plan, and for the second."""
@@ -38,7 +20,8 @@ def test_plans_run_in_turns(
     on = started(calls=0)
     for rows, kept in ((256, first), (512, second)):
         with monkeypatch.context() as patch:
-            select(patch, on, *kept)
+            eight_bit_kernels.too_inaccurate(patch, kept)
+            on.acc._context.model.eight_bits._selections.clear()
             for _ in range(3):
                 assert on.error(rows) < 0.05
     for rows in (512, 256, 256, 512, 256, 512):

@@ -170,23 +170,22 @@ def judge(
     if name in ASIDE:
         return None
     found.scenes += 1
-    said: dict[str, Any] = {"scene": name, "images": len(ours), "apart": None, "fault": False}
+    difference, why = None, None
     if not ours and not stock:
         found.failed += 1
     elif len(ours) != len(stock):
-        said["fault"] = True
-        found.faults.append(f"{name}: {len(ours)} images, the reference made {len(stock)}; {again}")
+        why = f"{len(ours)} images, the reference made {len(stock)}"
     elif (sizes := sizes_of(ours)) != (expected := sizes_of(stock)):
-        said["fault"] = True
-        found.faults.append(f"{name}: images of {sizes}, the reference made {expected}; {again}")
+        why = f"images of {sizes}, the reference made {expected}"
     else:
-        difference = said["apart"] = apart(ours, stock)
+        difference = apart(ours, stock)
         found.worst = max(found.worst, difference)
         found.distances.append(difference)
         if not difference <= tolerance:
-            said["fault"] = True
-            found.faults.append(f"{name}: {difference:.2f} of 255 apart; {again}")
-    return said
+            why = f"{difference:.2f} of 255 apart"
+    if why is not None:
+        found.faults.append(f"{name}: {why}; {again}")
+    return {"scene": name, "images": len(ours), "apart": difference, "fault": why is not None}
 
 
 def judge_run(host: Host, found: Found, expected: dict[str, list[str]], held: Held, again: str) -> None:
