@@ -117,8 +117,8 @@ def hold_one_block(needed: float) -> None:
     if needed >= _LARGE and is_tight():
         torch.cuda.empty_cache()
         for factor in (GAPS, 1.0):
-            # an error would count as one of the host's
-            if factor * needed <= free_bytes():
+            # an error would count as one of the host's, and pieces of blocks in use are no block
+            if factor * needed <= torch.cuda.mem_get_info(host_gpu.device())[0]:
                 with contextlib.suppress(torch.cuda.OutOfMemoryError):
                     torch.empty(int(factor * needed), dtype=torch.uint8, device=host_gpu.device())
                     break
@@ -172,9 +172,16 @@ def spared(found: Accelerator, module: nn.Module) -> int:
 
 
 def has_room_to_stay(module: nn.Module) -> bool:
-    """Whether a module's weights fit on the GPU next to what the host runs after it."""
-    held = 0 if on_gpu(module) else _size(module)
-    return free_bytes() >= held + DECODING_RESERVE
+    """Whether a module's weights fit on the GPU next to what the host runs after it.
+
+    CUDA graphs count as free, as they give way, and so does what the module's plans hold while it is off the GPU. Calls
+    would be bypassed otherwise because of their own plan.
+    """
+    free = free_bytes() + graph_pool.held()
+    if not on_gpu(module):
+        found = accelerator_of(module)
+        free += (0 if found is None else found.arena.held_bytes) - _size(module)
+    return free >= DECODING_RESERVE
 
 
 def has_room_to_wait(module: nn.Module) -> bool:

@@ -49,11 +49,15 @@ ONLY_UNETS = Kind("no-unet", "{} has no UNet", "load a Stable Diffusion 1 or XL 
 
 OTHER_OFFLOAD = "choose 'balanced' or 'none' in Settings > Model Offloading to accelerate"
 OFFLOAD_BY_LAYERS = Kind("offload", "offload mode '{}' moves the weights to the GPU layer by layer", OTHER_OFFLOAD)
+OFFLOAD_BY_LAYERS_STILL = Kind("offload",
+    "SD.Next moves weights to the GPU layer by layer, as offload mode 'sequential' does",
+    "choose another mode in Settings > Model Offloading, and restart SD.Next, to accelerate")
 OFFLOAD_BY_GROUPS = Kind("offload", "offload mode '{}' moves the weights to the GPU group by group", OTHER_OFFLOAD)
 OFFLOAD_WHOLE = Kind("offload",
     "offload mode '{}' moves the UNet off the GPU, and there is not enough free memory to keep it there", OTHER_OFFLOAD)
 OFFLOAD_WHOLE_STILL = Kind("offload",
-    "SD.Next moves the UNet as offload mode 'model' does, which was chosen before, and there is not enough free memory",
+    "SD.Next moves the UNet off the GPU, as offload mode 'model' does, and there is not enough free memory to keep it "
+    "there",
     "restart SD.Next to accelerate")
 OFFLOAD_UNKNOWN = Kind("offload", "offload mode '{}' works in a way that is not known in this version",
     "choose 'none' in Settings > Model Offloading to accelerate")

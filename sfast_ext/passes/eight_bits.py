@@ -130,7 +130,9 @@ def eight_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not taken:
         if any(c.name not in selection.kept for c in convolutions):
             return 0
-        return selection.decline(nothing_taken(gm.graph, found), elsewhere_too=False)
+        read = resident and len(found) < len(fit)
+        why = reasons.EIGHT_BITS_READ() if read else nothing_taken(gm.graph, found)
+        return selection.decline(why, elsewhere_too=False)
     choose(attentions, selection.kept)
     if selection.room is not None:
         selection.room -= needed

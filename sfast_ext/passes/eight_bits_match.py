@@ -122,8 +122,8 @@ def matches(graph: fx.Graph, *, few_too: bool = False) -> list[Candidate]:
 
 
 def with_weights_to_leave(graph: fx.Graph, found: list[C], arena: WeightArena) -> list[C]:
-    """The candidates whose weights can be set aside: nothing else in the graph reads them, whole or in part, no plan,
-    and no host."""
+    """The candidates whose weights can be set aside. Nothing else in the graph reads these, whole or in part, no plan
+    reads them in half precision, and no host asks them for the device of the module."""
     ours = {c.node for c in found}
     nodes = [node for node in graph.nodes if is_weight(node)]
     others = (node for node in nodes if not ours.issuperset(node.users))

@@ -182,11 +182,11 @@ class CallServer:
         if lookup.plan is not None and lookup.plan.resident:
             context = self._context
             before = Before(args, kwargs, context.device())
-            try:
-                with marked_as_building() if context.parts else contextlib.nullcontext():
+            with context.own_shortages(), marked_as_building() if context.parts else contextlib.nullcontext():
+                try:
                     return context.run_streamed(context.slot.original, *args, **context.unconsumed(kwargs))
-            except Exception as exc:
-                self._report.event("8 bits", f"all weights come back for a comparison: {type(exc).__name__}: {exc}")
+                except Exception as exc:
+                    self._report.event("8 bits", f"all weights come back for a comparison: {type(exc).__name__}: {exc}")
             before.put_back()
         return self.run_original(*args, **kwargs)
 
@@ -227,7 +227,7 @@ class CallServer:
         if not lean and not self._context.model.crowded:
             # before the trace and the state, which would take it for what the forward does; what fails is met again
             # below
-            with contextlib.suppress(WeightsAway, torch.cuda.OutOfMemoryError):
+            with self._context.own_shortages(), contextlib.suppress(WeightsAway, torch.cuda.OutOfMemoryError):
                 self._context.bring_back()
         if build and lookup.key.eight_bits and residency.wanted(self._context, lookup.key.device):
             self._guarded(self._context.slot.watch, None)
@@ -328,7 +328,8 @@ class CallServer:
                 if rehearsing():
                     run.state.put_back()
                 return False
-            with marked_as_building(), residency.building(self._context.model):
+            context = self._context
+            with marked_as_building(), residency.building(context.model), context.own_shortages():
                 self._builder.build(lookup, run)
             return True
         except Interrupted as exc:

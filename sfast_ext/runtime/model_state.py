@@ -20,6 +20,7 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
+from sfast_ext.runtime import shortages
 from sfast_ext.runtime.eight_bits import EightBits
 from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.runtime.run_again import Before
@@ -230,16 +231,17 @@ class ModuleContext:
         """
         if self.model.crowded and self.arena.resident.out(self.device()):
             return True
-        try:
-            self.bring_back()
-            return False
-        except WeightsInUse:
-            # the host knows no such error
-            if last:
-                raise
-            return None
-        except torch.cuda.OutOfMemoryError:
-            pass
+        with self.own_shortages():
+            try:
+                self.bring_back()
+                return False
+            except WeightsInUse:
+                # the host knows no such error
+                if last:
+                    raise
+                return None
+            except torch.cuda.OutOfMemoryError:
+                pass
         # after the handler: the exception keeps what had come
         return None if not last and self.make_way(for_weights=True) else True
 
@@ -269,6 +271,10 @@ class ModuleContext:
             return self.run_by_layer(forward, *args, **kwargs)
         except NotStreamed as exc:
             raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {reasons.STREAMS()} ({exc})") from exc
+
+    def own_shortages(self) -> contextlib.AbstractContextManager[None]:
+        """See `shortages.counted`."""
+        return shortages.counted(self.report, self.device())
 
     def tell_short(self) -> None:
         """Tell the user that weights stay in system memory, once until they have come."""

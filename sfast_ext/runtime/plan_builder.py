@@ -249,6 +249,11 @@ class PlanBuilder:
                     room = residency.spare_bytes(context, device)
                     stack.enter_context(selection.on(lookup.call.tensors(device), room, declined))
                 plan = make_plan(captured, lookup.call, context.arena, device, context.config, selection)
+            read = selection is not None and selection.obstacle == reasons.EIGHT_BITS_READ()
+            if read and residency.drop_others(context):
+                plan.close()
+                run.trace = None
+                return self._attempt(lookup, run, declined, lean)
             if selection is not None and selection.obstacle is not None and selection.elsewhere_too:
                 # it is the plan without 8 bits
                 context.model.eight_bits.stop(selection.obstacle, report, for_good=selection.for_good)

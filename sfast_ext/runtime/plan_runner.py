@@ -15,7 +15,7 @@ from sfast_ext.call_signature import Call, flatten_output, rebuild_output
 from sfast_ext.gc_pause import gc_paused
 from sfast_ext.kernels.backend import health, precompile
 from sfast_ext.plans.graph_pool import pool_of
-from sfast_ext.plans.plan import Plan
+from sfast_ext.plans.plan import DROPPED, Plan
 from sfast_ext.reasons import Detail, Reason, one_line
 from sfast_ext.report import current, stage, words_of
 from sfast_ext.runtime.eight_bits import because, look, state_of_weights
@@ -146,6 +146,9 @@ class PlanRunner:
     def outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
         """The flat outputs of a plan. The caller holds `guard`."""
         context = self._context
+        if plan.state == DROPPED:
+            # by another thread since the plan was found
+            raise WeightsAway(reasons.PLAN_DROPPED())
         if context.arena.lacks(plan.weights):
             # freed by another thread since the last sync
             raise WeightsAway(reasons.WEIGHTS_GIVEN_BACK())
@@ -183,7 +186,7 @@ class PlanRunner:
     def record_launches(self, plan: Plan, call: Call, captures: bool = False) -> None:
         """See `Plan.record_launches`. Nothing with a CUDA graph. The caller holds `guard`."""
         if not plan.has_graph:
-            with gc_paused():
+            with gc_paused(), self._context.own_shortages():
                 plan.record_launches(call.leaves, self._context.report, captures)
 
     def guard(self, plan: Plan) -> contextlib.AbstractContextManager[Any]:

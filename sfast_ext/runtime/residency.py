@@ -101,10 +101,11 @@ def sync(context: ModuleContext, plan: Plan | None, later: bool = False) -> int:
     if plan is None or not resident:
         return arena.sync()
     if not plan.resident:
-        try:
-            context.bring_back()
-        except torch.cuda.OutOfMemoryError as exc:
-            raise WeightsAway(reasons.NO_ROOM_FOR_WEIGHTS()) from exc
+        with context.own_shortages():
+            try:
+                context.bring_back()
+            except torch.cuda.OutOfMemoryError as exc:
+                raise WeightsAway(reasons.NO_ROOM_FOR_WEIGHTS()) from exc
         return arena.sync()
     copied, began, all_of_them = arena.sync(), time.perf_counter(), resident.audit_all
     # to read all takes as long as some steps
@@ -115,7 +116,7 @@ def sync(context: ModuleContext, plan: Plan | None, later: bool = False) -> int:
     if due is None or due:
         _refuse_others(context)
         clear_way(context)
-        with arena.exclusively(plan.device):
+        with context.own_shortages(), arena.exclusively(plan.device):
             copied += fill(context, plan, due)
     return copied
 
@@ -149,7 +150,8 @@ def fill(context: ModuleContext, plan: Plan, due: list[Bank] | None = None) -> i
 
 
 def settle(context: ModuleContext, plan: Plan) -> None:
-    """A plan was made: before its first run what it reads in half precision is on the GPU, and nothing else.
+    """A plan was made: before its first run what it reads in half precision is on the GPU, and nothing else. Plans that
+    need this in system memory are dropped.
 
     Raises:
         WeightsAway: there is no room, or another thread uses the weights.
@@ -178,10 +180,22 @@ def clear_way(context: ModuleContext) -> None:
             each.drop_plan(key)
 
 
+def drop_others(context: ModuleContext) -> bool:
+    """Drop all plans: they read in half precision what the next one could have in 8 bits. Without 8 bits it would need
+    all weights on the GPU, and they and it would drop each other in turns. They are made again with the layers that
+    are selected now. Returns whether there were any."""
+    dropped = False
+    for each in context.model.accelerators():
+        for key in list(each.plans):
+            each.drop_plan(key)
+            dropped = True
+    return dropped
+
+
 def _drop_unlike(context: ModuleContext, plan: Plan) -> None:
     """Drop the plans that have integers of weights which this one reads in half precision, as after layers were
-    selected anew: both cannot have them where they need them. The other way round none is made, see
-    `with_weights_to_leave`."""
+    selected anew. For those plans the weights would have to be in system memory, for this one on the GPU. A plan does
+    not take as integers what another reads in half precision, see `with_weights_to_leave`."""
     read = slots_of(plan.weights)
     for each in context.model.accelerators():
         for key, other in list(each.plans.items()):

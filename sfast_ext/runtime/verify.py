@@ -39,8 +39,7 @@ LONG_MS = 100.0
 NOISE_OF_ONE = 1.1
 """As `TIMING_NOISE`, of one run of each."""
 MAX_BY_ROUNDING = 4
-"""Times the tolerance: bfloat16 rounds 8 times as coarsely as float16, and two results are further apart than one is
-off."""
+"""Times the tolerance: bfloat16 rounds 8 times as coarsely as float16, and two results are further apart than one."""
 MAX_OF_ORIGINAL = 1.1
 """So many times as far from float32 as the original a plan may be."""
 MAX_OF_KNOWN = 1.5
@@ -58,8 +57,7 @@ FLOORS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2.0**-10, tor
 _fp16_accumulation = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", lambda: False)
 
 _INTEGERS = {
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
+    **dict.fromkeys((torch.bfloat16, torch.float16), torch.int16),
     torch.float32: torch.int32,
     torch.float64: torch.int64,
 }
@@ -316,9 +314,7 @@ def _give_up(x: torch.Tensor) -> None:
 
 
 def _bits(x: torch.Tensor) -> int:
-    if x.dtype is torch.float32 and x.is_cuda and _in_tf32():
-        return _TF32_BITS
-    return _BITS[x.dtype]
+    return _TF32_BITS if x.dtype is torch.float32 and x.is_cuda and _in_tf32() else _BITS[x.dtype]
 
 
 def _in_tf32() -> bool:
@@ -397,10 +393,8 @@ def milliseconds(run: Callable[[], Any], device: torch.device, times: int = TIME
         return sorted(timer.milliseconds(run) for _ in range(times))[times // 2]
     taken = []
     for _ in range(times):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        watch = Stopwatch(device)
         run()
-        end.record()
-        end.synchronize()
-        taken.append(start.elapsed_time(end))
+        watch.stop()
+        taken.append(watch.milliseconds())
     return sorted(taken)[len(taken) // 2]

@@ -241,6 +241,11 @@ class WeightArena:
         banks = self.banks.bytes - self.banks.held
         return vacant_bytes(list(self._tracked.vacant.values())) + banks
 
+    @property
+    def held_bytes(self) -> int:
+        """What `vacate` can free: live tensors of which no parameter of the module uses the memory, and banks."""
+        return vacant_bytes(self.vacancies(self._tracked.live)[0]) + self.banks.held
+
     def fetch(self) -> int:
         """Copy the parameters from their device into the live tensors, and make them views of those.
 

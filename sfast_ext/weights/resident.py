@@ -86,8 +86,8 @@ class Resident:
         return there and bool(self.elsewhere())
 
     def set_aside(self, weights: Iterable[Weight], device: torch.device) -> None:
-        """Move the parameters of weights to system memory, and free the memory that plans would read. Other plans that
-        read it find the weights elsewhere."""
+        """Move the parameters of weights, which no plan reads, to system memory, and free the memory that plans would
+        read."""
         tracked, weights, self.device = self._tracked, list(weights), device
         parts = list({id(part): part for weight in weights for part in weight.parts or (weight,)}.values())
         self._leave([aside.now for part in parts for aside in self._asides.made_of(part)])

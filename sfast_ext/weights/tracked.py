@@ -164,8 +164,8 @@ class TrackedWeights:
         self.reset_detector()
 
     def slots_kept(self) -> set[tuple[int, str]]:
-        """`slots_of` what cannot be set aside: what plans read, and the first parameter, which hosts ask for its
-        device."""
+        """The slots of weights that cannot be set aside, see `slots_of`: of those that plans read, and of the first
+        parameter, which hosts ask for the device of the module."""
         slots = ((id(m._parameters), name) for m in self.root.modules() for name, p in m._parameters.items()
                  if p is not None)  # fmt: skip
         return {*slots_of(self.live), *itertools.islice(slots, 1)}

@@ -8,6 +8,18 @@ _OFFLOAD = "hosts/adapters/test_sdnext_offload.py::"
 
 MUTATIONS = [
     Mutation(
+        "memory that a plan holds of a UNet which is moved whole", "hosts/gpu_room.py",
+        "free += (0 if found is None else found.arena.held_bytes) - _size(module)", "free -= _size(module)",
+        ("hosts/adapters/test_sdnext_memory.py"
+         "::test_a_unet_that_is_moved_whole_is_not_bypassed_for_what_its_own_plan_holds",),
+    ),
+    Mutation(
+        "hooks of sequential offload that stay", "hosts/sdnext/refusals.py",
+        "return reasons.OFFLOAD_OF_PARTS() if in_parts else reasons.OFFLOAD_BY_LAYERS_STILL()",
+        "return reasons.OFFLOAD_OF_PARTS()",
+        ("hosts/adapters/test_sdnext.py::test_hooks_that_only_move_arguments_are_vouched_for",),
+    ),
+    Mutation(
         "sparse attention", "hosts/sdnext/refusals.py",
         'if getattr(opts, "sparse_attention_enabled", False) else None', "if False else None",
         (_OFFLOAD + "test_sparse_attention_is_bypassed_while_it_is_on",),
@@ -50,7 +62,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a block for which there is no room", "hosts/gpu_room.py",
-        "if factor * needed <= free_bytes():", "if True:",
+        "if factor * needed <= torch.cuda.mem_get_info(host_gpu.device())[0]:", "if True:",
         ("hosts/adapters/test_gpu_room.py::test_a_vae_on_a_small_card_leaves_memory_to_others_and_takes_one_block",),
     ),
     Mutation(

@@ -91,7 +91,7 @@ MUTATIONS = [
     ),
     Mutation(
         "collections while launches are recorded", "runtime/plan_runner.py",
-        "with gc_paused():", "if True:",
+        "with gc_paused(), self._context", "with self._context",
         (_PLAN + "test_a_graph_that_goes_with_each_image_is_captured_from_a_recording",),
     ),
     Mutation(

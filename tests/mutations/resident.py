@@ -20,6 +20,28 @@ _SELECTIONS = ("runtime/test_resident_selections.py::test_plans_run_in_turns",)
 
 MUTATIONS = [
     Mutation(
+        "plans that get no layers, as others read all of them", "runtime/plan_builder.py",
+        "if read and residency.drop_others(context):", "if False:",
+        ("runtime/test_resident_selections.py::test_a_plan_gets_its_layers_although_another_reads_them_all",),
+    ),
+    Mutation(
+        "plans that are dropped when they are about to run", "runtime/plan_runner.py",
+        "if plan.state == DROPPED:", "if False:",
+        ("runtime/test_resident_selections.py::test_a_plan_that_was_dropped_since_it_was_found",),
+    ),
+    Mutation(
+        "allocations that fail and are counted within", "runtime/shortages.py",
+        "return int(torch.cuda.memory_stats(device).get(\"num_ooms\", 0)) - report.counter(COUNTER)",
+        "return int(torch.cuda.memory_stats(device).get(\"num_ooms\", 0))",
+        ("runtime/test_shortages.py::test_what_is_counted_within_is_counted_once",),
+    ),
+    Mutation(
+        "allocations that fail while a plan is made", "runtime/model_state.py",
+        "return shortages.counted(self.report, self.device())", "return contextlib.nullcontext()",
+        ("hosts/adapters/test_sdnext_resident_first.py"
+         "::test_memory_that_the_extension_lacks_is_not_lacked_by_the_host",),
+    ),
+    Mutation(
         "plans with integers of what a later one reads in half precision", "runtime/residency.py",
         "_drop_unlike(context, plan)\n    with", "with",
         _SELECTIONS,

@@ -27,6 +27,7 @@ from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.reasons import Reason
 from sfast_ext.report import Report
+from sfast_ext.runtime import shortages
 
 _WHY = "SD.Next needs the GPU memory"
 
@@ -150,8 +151,7 @@ class Offload:
     def _notice_out_of_memory(self) -> None:
         """After SD.Next ran out of memory, free what plans hold, and stop keeping weights on the GPU that it has moved
         off."""
-        stats = torch.cuda.memory_stats(host_gpu.device() if torch.cuda.is_available() else None)
-        oom_count = stats.get("num_ooms", 0) - self._report.counter("out_of_memory")
+        oom_count = shortages.of_host(self._report, host_gpu.device())
         if self._oom_count is not None and oom_count > self._oom_count:
             # it moved a network in a way that is not followed here, or there is less memory than it counts on
             self._guarded(lambda: self._make_room(math.inf))

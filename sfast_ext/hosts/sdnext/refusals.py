@@ -18,9 +18,9 @@ OFFLOADS = {"sequential": reasons.OFFLOAD_BY_LAYERS, "group": reasons.OFFLOAD_BY
 GROUP_HOOKS = frozenset({"group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"})
 """The names that diffusers gives the hooks of group offload in its registries."""
 
-WHOLE_HOOKS = frozenset({"CpuOffload", "UserCpuOffloadHook"})
-"""Accelerate's hooks of offload by models. They stay on the model that is loaded if another mode is chosen: SD.Next
-058a7f0c does not lay balanced offload again over a checkpoint that had it before."""
+WHOLE_HOOKS = frozenset({"CpuOffload"})
+"""Accelerate's hooks of offload by models. They stay on the loaded model if another mode is chosen: SD.Next 058a7f0c
+does not apply balanced offload again to a checkpoint that had it before."""
 
 PIPELINES = {"PAG": reasons.PAG, "Reference": reasons.REFERENCE}
 """Parts of the class names of pipelines, and why such a pipeline cannot be accelerated."""
@@ -92,7 +92,9 @@ def layers_bypass_reason(unet: nn.Module) -> Reason | None:
             return reasons.DIFFUSERS_HOOKS()
         if module is not unet and not keeps_weights(attributes.get("_hf_hook")):
             # on the UNet itself it is the offload by models, see model_bypass_reason
-            return reasons.OFFLOAD_OF_PARTS()
+            # balanced offload alone leaves accelerate's map; hooks of sequential offload stay, as `WHOLE_HOOKS` do
+            in_parts = hasattr(unet, "hf_device_map")
+            return reasons.OFFLOAD_OF_PARTS() if in_parts else reasons.OFFLOAD_BY_LAYERS_STILL()
     return None
 
 
@@ -148,4 +150,4 @@ def keeps_weights(hook: Any) -> bool:
 def _hooks_of(module: nn.Module) -> Sequence[Any]:
     """The accelerate hooks on a module."""
     hook = module.__dict__.get("_hf_hook")
-    return getattr(hook, "hooks", (hook,))
+    return () if hook is None else getattr(hook, "hooks", (hook,))

@@ -138,11 +138,11 @@ def test_a_vae_on_a_small_card_leaves_memory_to_others_and_takes_one_block(
     monkeypatch.setattr(gpu_room.graph_pool, "pool_of", lambda _: SimpleNamespace(spare={holder}))
     monkeypatch.setattr(torch, "empty", empty)
     assert int(gpu_room.left_to_others(needed)) == left
-    monkeypatch.setattr(gpu_room, "free_bytes", lambda: 32 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (32 << 30, total << 30))
     gpu_room.hold_one_block(needed)
     assert taken == held
     # what has no room is not asked for
     taken.clear()
-    monkeypatch.setattr(gpu_room, "free_bytes", lambda: held[0] - 1 if held else 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (held[0] - 1 if held else 0, total << 30))
     gpu_room.hold_one_block(needed)
     assert not held or held[0] not in taken and taken == [needed]

@@ -134,6 +134,9 @@ def test_hooks_that_only_move_arguments_are_vouched_for(host: Host) -> None:
     unet.mid_block._hf_hook.offload = True
     runs = host.runs()
     host.image()
+    assert host.runs() == runs and "restart SD.Next" in host.reasons()
+    unet.hf_device_map = {"mid_block": "cpu", "": 0}
+    host.image()
     assert host.runs() == runs and "do not fit on the GPU" in host.reasons()
     unet.mid_block._hf_hook.offload = False  # it could not be taken off as it is
 

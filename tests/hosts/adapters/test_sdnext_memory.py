@@ -11,6 +11,7 @@ import pytest
 import torch
 from faulty import failing
 from pairs import one_of
+from pretended_card import GPU
 
 from hosts.standins.sdnext import HAS_GROUPS, diffusers, network
 from hosts.standins.sdnext_card import SD15, SDXL, STEPS, Proportions, card_host
@@ -329,6 +330,28 @@ def test_what_fails_while_weights_are_brought_is_no_failure_of_the_host(
     assert "could not be moved to where accelerated steps read them, SD.Next moves them itself: injected" in str(
         on.host.status()["events"]
     )
+
+
+@pytest.mark.parametrize(("mode", "gib"), [("model", 12), ("model", 16), ("balanced", 12)])
+def test_a_unet_that_is_moved_whole_is_not_bypassed_for_what_its_own_plan_holds(
+    open_card: Any, mode: str, gib: int
+) -> None:
+    # balanced: hooks of offload by models are left
+    on = open_card(gib, SDXL)
+    expected = on.expected()
+    on.job(expected)
+    pipe, hooks = on.host.modeldata.model_data.sd_model, list[Any]()
+    for module in (pipe.text_encoder, pipe.unet, pipe.vae):
+        accelerate.hooks.remove_hook_from_module(module, recurse=True)
+        module.to("cpu")
+        last = hooks[-1] if hooks else None
+        hooks.append(accelerate.cpu_offload_with_hook(module, execution_device=GPU, prev_module_hook=last)[1])
+    on.host.opts.diffusers_offload_mode = mode
+    for _ in range(4):
+        job = on.job(expected)
+        assert job["runs"] == STEPS and job["captures"] == 0
+        for hook in hooks:
+            hook.offload()
 
 
 @with_vae_plans

@@ -363,3 +363,14 @@ def test_other_modes_of_offload(early: Running, lean: list[int], way: Any) -> No
         assert early.image() < (2e-3 if way is sequential else 0.06)
     # as there is no dispatch, all of it was there in the first image
     assert not lean and early.counter("captures") == (way is not sequential)
+
+
+@pytest.mark.parametrize("on", [(0.95, "july")], indirect=True)
+def test_memory_that_the_extension_lacks_is_not_lacked_by_the_host(on: Running) -> None:
+    marked(on, WHOLE)
+    images: list[dict[str, Any]] = [{}, {}, {"side": 16}, {"side": 16}, {}, {"multiplier": 1.0}]
+    for image in (*images, {"multiplier": 1.0, "side": 16}, {}, {}):
+        assert on.image(**image) < 0.05
+    # a launch is recorded, the original is compared with a plan, and weights come back: all of them in another way
+    assert on.card.refused == on.counter("out_of_memory") > 2
+    assert on.counter("memory_given_back") == 0 and on.counter("errors") == 0
