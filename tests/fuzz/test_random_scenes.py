@@ -256,6 +256,13 @@ def test_a_lora_of_the_least_weight_must_be_seen(lora, faults):
     assert all("nothing wrong would be seen" in fault for fault in found.faults)
 
 
+def test_what_a_lora_changes_is_told_by_the_first_image_with_it():
+    host, values = Host([[5]], [[5]]), iter([9, 0, 0])
+    host.least = lambda: ("least", "txt2img", {"value": next(values)})
+    found = random_scenes.compare(host, None, 4, 1, "--again")
+    assert not found.faults and found.least == 9
+
+
 def test_an_image_with_a_lora_that_is_not_made_is_a_fault():
     host = Host([[5]], [[5]])
     host.least = lambda: ("least", "txt2img", {"number": 0})
