@@ -232,7 +232,7 @@ def compare(
         until = now + (seconds - 2 * (now - began)) * (0.4 if host.eight_bits else 0.25)
         expected: dict[str, list[str]] = {}
         for name, images in played(host, webui, steps if host.eight_bits else stock(steps), {}, until):
-            # of the images at rest the first: SD.Next 058a7f0c ignores LoRAs after offload *sequential* was chosen
+            # of the images at rest the first: SD.Next 058a7f0c may ignore LoRAs after offload *sequential* was chosen
             expected.setdefault(name, images)
     with host.start(data, seed, reference=False) as webui:
         host.ready(webui)
