@@ -268,7 +268,8 @@ EIGHT_BITS_KERNELS = Kind("eight-bits", "8 bits are not used: there are no kerne
 EIGHT_BITS_KERNEL_FAILED = Kind("eight-bits", "8 bits are not used: a kernel for them failed: {}: {}")
 EIGHT_BITS_FLOAT32 = Kind("eight-bits", "8 bits are not used: the model is in float32, and they are for half precision")
 EIGHT_BITS_LAYERS = Kind("eight-bits", "8 bits are not used: at this size the model has no layer that is fit for them")
-EIGHT_BITS_READ = Kind("eight-bits", "8 bits are not used: at other sizes the same layers are in half precision")
+EIGHT_BITS_READ = Kind("eight-bits",
+    "8 bits are not used: the weights of layers that are fit for them are read in half precision elsewhere")
 EIGHT_BITS_ERRORS = Kind("eight-bits", "8 bits are not used: they would change each layer by more than {:.0%}")
 EIGHT_BITS_NO_GAIN = Kind("eight-bits", "8 bits are not used: at this size they would not make this GPU faster")
 EIGHT_BITS_SLOWER = Kind("eight-bits",

@@ -39,7 +39,7 @@ LONG_MS = 100.0
 NOISE_OF_ONE = 1.1
 """As `TIMING_NOISE`, of one run of each."""
 MAX_BY_ROUNDING = 4
-"""Times the tolerance: bfloat16 rounds 8 times as coarsely as float16, and two results are further apart than one."""
+"""Times the tolerance: bfloat16 rounds 8 times as coarsely as float16, and errors of two results add up."""
 MAX_OF_ORIGINAL = 1.1
 """So many times as far from float32 as the original a plan may be."""
 MAX_OF_KNOWN = 1.5
