@@ -24,24 +24,26 @@ _left: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModuleContext]] = weakre
 
 def give_back(context: ModuleContext) -> None:
     """`residency.give_back`. Without room for the weights, each of our forwards tries to bring them again."""
-    try:
-        residency.give_back(context)
-    except (torch.cuda.OutOfMemoryError, WeightsInUse) as exc:
-        if isinstance(exc, WeightsInUse) or not context.slot.installed():
-            context.report.error("moving weights to the GPU", exc)
-        else:
-            context.tell_short()
+    with context.own_shortages():
+        try:
+            residency.give_back(context)
+        except (torch.cuda.OutOfMemoryError, WeightsInUse) as exc:
+            if isinstance(exc, WeightsInUse) or not context.slot.installed():
+                context.report.error("moving weights to the GPU", exc)
+            else:
+                context.tell_short()
 
 
 def let_go(context: ModuleContext) -> None:
     """A module is released, and has no plans: its weights come back, and its forward is the host's."""
     if not context.is_part:
-        try:
-            context.bring_back()
-        except torch.cuda.OutOfMemoryError:
-            context.tell_short()
-        except Exception as exc:
-            context.report.error("moving weights to the GPU", exc)
+        with context.own_shortages():
+            try:
+                context.bring_back()
+            except torch.cuda.OutOfMemoryError:
+                context.tell_short()
+            except Exception as exc:
+                context.report.error("moving weights to the GPU", exc)
     _end(context)
 
 

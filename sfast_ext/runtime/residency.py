@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -175,21 +175,14 @@ def settle(context: ModuleContext, plan: Plan) -> None:
 
 def clear_way(context: ModuleContext) -> None:
     """Drop the plans that read half-precision weights: there is no room for both, and they would keep them."""
-    for each in context.model.accelerators():
-        for key in [key for key, plan in list(each.plans.items()) if not plan.resident]:
-            each.drop_plan(key)
+    _drop(context, lambda plan: not plan.resident)
 
 
 def drop_others(context: ModuleContext) -> bool:
     """Drop all plans: they read in half precision what the next one could have in 8 bits. Without 8 bits it would need
     all weights on the GPU, and they and it would drop each other in turns. They are made again with the layers that
     are selected now. Returns whether there were any."""
-    dropped = False
-    for each in context.model.accelerators():
-        for key in list(each.plans):
-            each.drop_plan(key)
-            dropped = True
-    return dropped
+    return _drop(context, lambda plan: True)
 
 
 def _drop_unlike(context: ModuleContext, plan: Plan) -> None:
@@ -197,11 +190,21 @@ def _drop_unlike(context: ModuleContext, plan: Plan) -> None:
     selected anew. For those plans the weights would have to be in system memory, for this one on the GPU. A plan does
     not take as integers what another reads in half precision, see `with_weights_to_leave`."""
     read = slots_of(plan.weights)
-    for each in context.model.accelerators():
-        for key, other in list(each.plans.items()):
-            sources = [aside for bank in other.banks for aside, _ in bank.sources] if other.resident else []
-            if not read.isdisjoint((id(c), name) for aside in sources for c, name in aside.slots):
-                each.drop_plan(key)
+
+    def is_unlike(other: Plan) -> bool:
+        sources = [aside for bank in other.banks for aside, _ in bank.sources] if other.resident else []
+        return not read.isdisjoint((id(c), name) for aside in sources for c, name in aside.slots)
+
+    _drop(context, is_unlike)
+
+
+def _drop(context: ModuleContext, unwanted: Callable[[Plan], bool]) -> bool:
+    """Drop these plans of the model. Returns whether there were any."""
+    plans = ((each, key, plan) for each in context.model.accelerators() for key, plan in list(each.plans.items()))
+    found = [(each, key) for each, key, plan in plans if unwanted(plan)]
+    for each, key in found:
+        each.drop_plan(key)
+    return bool(found)
 
 
 def _refuse_others(context: ModuleContext) -> None:

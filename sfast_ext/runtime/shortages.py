@@ -28,18 +28,12 @@ def counted(report: Report, device: torch.device | None) -> Iterator[None]:
     if device is None or device.type != "cuda":
         yield
         return
-    before = of_host(report, device)
+    before, raised = of_host(report, device), 0
     try:
         yield
     except torch.cuda.OutOfMemoryError:
-        _count(report, of_host(report, device) - before - 1)
+        raised = 1
         raise
-    except BaseException:
-        _count(report, of_host(report, device) - before)
-        raise
-    _count(report, of_host(report, device) - before)
-
-
-def _count(report: Report, more: int) -> None:
-    if more > 0:
-        report.count(COUNTER, more)
+    finally:
+        if (caught := of_host(report, device) - before - raised) > 0:
+            report.count(COUNTER, caught)

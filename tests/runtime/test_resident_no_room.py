@@ -72,6 +72,8 @@ def test_calls_are_right_until_there_is_room(card: Card, on: On, how: Callable[[
     for _ in range(3):
         assert on.error(32) < 1e-6 and away(on) == len(halves(on.ours))
     assert on.words().count("no room for half-precision weights") == 1 and on.count("errors") == 0, on.words()
+    # the host lacks nothing
+    assert card.refused == on.count("out_of_memory") > 2
     card.capacity += MORE
     assert on.error(32) < 0.06 and (how is dropped or away(on) == 0)
     assert how is not released or untouched(on.ours) and not on.acc.arena.resident
